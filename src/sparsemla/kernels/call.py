@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checked arguments of one attention call: what every kernel receives, and nothing else.
 
-`sparse_mla_attention` validates what the user gave and builds an :class:`AttentionCall`; a kernel may rely on every statement
-made here without looking again. All tensors of a call lie on one device.
+`sparse_mla_attention` validates what the user gave and builds an :class:`AttentionCall`; a kernel may rely on every
+statement made here without looking again. All tensors of a call lie on one device.
 
 Symbols: T query rows, H heads, ``topk`` index columns, ``R`` requests, ``P`` pages a request.
 """
@@ -27,7 +27,8 @@ class ExtraKeys:
     """
 
     cache: PagedKVCache
-    """A cache whose layout has the widths (d_qk, d_nope, d_rope) of the call's cache; format and block size are free."""
+    """A cache whose layout has the widths (d_qk, d_nope, d_rope) of the call's cache; format and block size are
+    free."""
     indices: torch.Tensor
     """(T, topk2) int32, last dimension contiguous, row stride free; outside [0, num_slots) means "no key"."""
     topk_lengths: torch.Tensor | None
@@ -38,8 +39,9 @@ class ExtraKeys:
 class AttentionCall:
     """One attention call, checked.
 
-    The values inside `indices`, `topk_lengths`, `block_table` and `request_ids` are *not* checked (that would synchronise with
-    the device): a kernel treats whatever does not name a key as "no key" and never reads outside the cache.
+    The values inside `indices`, `topk_lengths`, `block_table` and `request_ids` are *not* checked (that would
+    synchronise with the device): a kernel treats whatever does not name a key as "no key" and never reads outside
+    the cache.
     """
 
     q_nope: torch.Tensor
@@ -56,7 +58,8 @@ class AttentionCall:
     block_table: torch.Tensor | None
     """(R, P) int32, last dimension contiguous, row stride free: page of (request, position // block_size)."""
     request_ids: torch.Tensor | None
-    """(T,) int32 contiguous, given exactly when block_table is; outside [0, R): the row has no keys of the first set."""
+    """(T,) int32 contiguous, given exactly when block_table is; outside [0, R): the row has no keys of the first
+    set."""
     context_shard: tuple[int, int, int] | None
     """(rank, world, interleave), only with block_table: position p is held by rank (p // interleave) % world."""
     attn_sink: torch.Tensor | None

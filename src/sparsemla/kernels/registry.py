@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _missing(name: str) -> str | None:
     """Why the module `name` cannot be imported here; None when it can. Looks, does not import."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a parent package is missing
         spec = None
-    return None if spec is not None else f"{name} is not installed"
+    return None if spec is not None else f"{name} is not there"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(module: str) -> ModuleType | str:
     """The module, or the reason why importing it failed (kept, so that a broken install costs one attempt)."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        return f"import of {module} failed: {error}"
+    except Exception as error:  # a compiler that does not fit the driver fails in its own ways; the next kernel serves
+        return f"import of {module} failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Kernel:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("hopper", "sparsemla.kernels.hopper", ("cuda",), requires=("cutlass",)),
     Kernel("triton", "sparsemla.kernels.triton", ("cuda",), requires=("triton",)),
-    Kernel("torch", "sparsemla.kernels.cpu", ("cpu", "cuda")),
+    Kernel("cpu", "sparsemla.kernels.cpu", ("cpu", "cuda")),
 )
-"""Best first. The last entry serves every call on every device torch serves."""
+"""Best first. The last entry, blockwise torch, serves every call, on CUDA tensors too."""
 
 _told: set[tuple[str, ...]] = set()
 
@@ -138,21 +138,22 @@ def kernel(name: str) -> Kernel:
 def select(call: AttentionCall) -> Kernel:
     """The first kernel of the table that serves `call`.
 
-    On a CUDA device where only the blockwise torch kernel serves it, one line is logged for each distinct set of reasons.
+    On a CUDA device where only the blockwise torch kernel serves it, one line is logged for each distinct set of
+    reasons.
     """
     reasons: list[str] = []
     for entry in KERNELS:
         reason = entry.why_not(call)
         if reason is None:
             if reasons and call.device.type == "cuda" and entry is KERNELS[-1]:
-                _tell(entry, reasons)
+                _tell(reasons)
             return entry
         reasons.append(f"{entry.name}: {reason}")
     raise ValueError(f"q: no kernel serves device {call.device}; " + "; ".join(reasons))
 
 
-def _tell(entry: Kernel, reasons: list[str]) -> None:
+def _tell(reasons: list[str]) -> None:
     key = tuple(reasons)
     if key not in _told:
         _told.add(key)
-        logger.warning("attention runs on the %s kernel (correct, not fast): %s", entry.name, "; ".join(reasons))
+        logger.warning("attention runs blockwise in torch (correct, not fast): %s", "; ".join(reasons))
