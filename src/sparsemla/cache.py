@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PagedKVCache`: a pool of pages of one format, our own or a view over an engine's tensor; and block tables.
 
-A *slot* names one record of the pool: ``slot = page · block_size + offset``. A *position* names a token inside its request;
-`slots_from_positions` turns one into the other. Whatever does not name a record is "no key": it reads as zeros and is
-skipped on writing, on every device alike, without asking the device first.
+A *slot* names one record of the pool: ``slot = page · block_size + offset``. A *position* names a token inside its
+request; `slots_from_positions` turns one into the other. Whatever does not name a record is "no key": it reads as zeros
+and is skipped on writing, on every device alike, without asking the device first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sparsemla.formats import KVFormat, RecordLayout, ScaleStyle, pack, record_layout, unpack
 
 _ALIGN = 16
-"""Bytes: pages and records start on multiples of this, the widest load a kernel issues. Every layout's sizes keep it."""
+"""Bytes: pages and records start on multiples of this, the widest load a kernel issues. Every layout keeps to it."""
 _WORD = 8
 """Bytes of the int64 words that records are copied in (byte-wise gathers take several times as long)."""
 
@@ -25,8 +25,8 @@ class PagedKVCache:
     """A paged pool of KV records. Make one with `allocate` or `wrap`.
 
     The bytes of page ``p`` start ``p · page_stride_bytes`` after the first page; record ``o`` of it starts
-    ``o · record_stride_bytes`` further on. Where the layout keeps its scales after the page's data, those of record ``o``
-    start ``block_size · record_stride_bytes + o · layout.scale_bytes`` after the page.
+    ``o · record_stride_bytes`` further on. Where the layout keeps its scales after the page's data, those of record
+    ``o`` start ``block_size · record_stride_bytes + o · layout.scale_bytes`` after the page's start.
     """
 
     data: torch.Tensor
@@ -36,7 +36,7 @@ class PagedKVCache:
     """Records of a page; any number from 1, no multiple of anything."""
     num_pages: int
     page_stride_bytes: int
-    """Distance between neighbouring pages, a multiple of 16; more than a page where an engine interleaves its layers."""
+    """Distance between neighbouring pages, a multiple of 16; above a page's size where an engine interleaves layers."""
 
     @property
     def num_slots(self) -> int:
@@ -110,9 +110,9 @@ class PagedKVCache:
 
         Args:
             data: uint8 (float8_e4m3fn is taken as bytes) of shape (pages, block, record_bytes), (pages, block, 1,
-                record_bytes) or (pages, page_bytes); for BF16 bfloat16 of shape (pages, block, d_qk) or (pages, block, 1,
-                d_qk). Pages may be strided, by a multiple of 16 bytes and at least their own size; a page is contiguous.
-                With scales after the page's data, the bytes of a page are what counts, whatever its shape says.
+                record_bytes) or (pages, page_bytes); for BF16 bfloat16 of shape (pages, block, d_qk) or (pages,
+                block, 1, d_qk). Pages may be strided, by a multiple of 16 bytes and at least their own size; a page
+                is contiguous. With scales after the page's data only the bytes of a page count, whatever its shape.
             fmt: format of the records.
             block_size: records of a page; needed only for (pages, page_bytes), else it must agree with the shape.
             d_qk: width; needed only to insist on one of the widths of BF16.
@@ -166,7 +166,8 @@ class PagedKVCache:
         """Quantise latent vectors and store them.
 
         Args:
-            slots: (n,) integer. One outside [0, num_slots) is skipped. Where one slot is named twice, one of the two stays.
+            slots: (n,) integer. One outside [0, num_slots) is skipped. Of several rows for one slot one stays, unsaid
+                which.
             kv: (n, d_qk) of a floating dtype, on the cache's device; columns [latent | rotary].
             scale_style: see `sparsemla.formats.pack`.
 
@@ -190,8 +191,8 @@ class PagedKVCache:
             )
         if slots.shape[0] == 0 or self.num_slots == 0:
             return
-        # Skipping rows without asking the device how many there are: a skipped row repeats the first valid row, and where no
-        # row is valid every row rewrites what slot 0 holds already.
+        # Skipping rows without asking the device how many there are: a skipped row repeats the first valid row, and
+        # where no row is valid every row rewrites what slot 0 holds already.
         slots = slots.to(torch.int64)
         valid = (slots >= 0) & (slots < self.num_slots)
         first_valid = valid.to(torch.int8).argmax()
@@ -225,7 +226,7 @@ class PagedKVCache:
         return unpack(self.gather_bytes(slots), self.format, self.d_qk, dtype=dtype)
 
     def gather_bytes(self, slots: torch.Tensor) -> torch.Tensor:
-        """Logical records of some slots: (n,) integer → (n, record_bytes) uint8, zeros where a slot is outside the pool.
+        """Logical records of some slots: (n,) integer → (n, record_bytes) uint8, zeros for a slot outside the pool.
 
         Raises:
             ValueError: wrong shape, dtype or device.
@@ -241,8 +242,8 @@ class PagedKVCache:
         last_page_at = (self.num_pages - 1) * self.page_stride_bytes
         parts = []
         for area, row_bytes in self._areas():
-            # One row starts at every _ALIGN (or _WORD) bytes and rows overlap: a record of any page is then a row of one
-            # matrix, strided pages included, and selecting rows is a plain copy of its bytes.
+            # A row starts at every _ALIGN (or _WORD) bytes and rows overlap: a record of any page is then a row of
+            # one matrix, strided pages included, and selecting rows is a plain copy of bytes.
             step = _ALIGN if row_bytes % _ALIGN == 0 else _WORD
             count = (last_page_at + (self.block_size - 1) * row_bytes) // step + 1
             rows = self._words(area).as_strided((count, row_bytes // _WORD), (step // _WORD, 1))
@@ -301,8 +302,8 @@ def slots_from_positions(
 ) -> torch.Tensor:
     """Positions inside requests → slots of this rank's pool. No host synchronisation.
 
-    With ``context_shard = (rank, world, interleave)`` a request's positions are dealt out over ranks in runs of `interleave`:
-    position p is held by rank ``(p // interleave) % world``, where it is the local position
+    With ``context_shard = (rank, world, interleave)`` a request's positions are dealt out over ranks in runs of
+    `interleave`: position p is held by rank ``(p // interleave) % world``, where it is the local position
     ``p // (interleave · world) · interleave + p % interleave``; the block table names the pages of local positions.
 
     Args:
@@ -314,8 +315,8 @@ def slots_from_positions(
         num_slots: size of the pool; slots at or past it become -1. Without it only negative pages are caught.
 
     Returns:
-        int64 of the shape of `positions`: the slot, or -1 where there is no key: a negative position, one that another rank
-        holds or that lies beyond the block table, a request outside [0, R), a page outside the pool.
+        int64 of the shape of `positions`: the slot, or -1 where there is no key: a negative position, one that another
+        rank holds or that lies beyond the block table, a request outside [0, R), a page outside the pool.
 
     Raises:
         ValueError: wrong shapes, block_size below 1, an impossible context_shard.
