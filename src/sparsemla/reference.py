@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The float64 oracle: sparse MLA attention, one query row at a time, written to be obviously right.
+
+It takes the arguments of `sparsemla.sparse_mla_attention` and is what every kernel is compared with. It reads each key
+exactly as stored (the product scale · e4m3 in float64) and never touches a record that no index names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparsemla.cache import slots_from_positions
+
+if TYPE_CHECKING:
+    from sparsemla.cache import PagedKVCache
+
+
+def reference_attention(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
+    cache: PagedKVCache,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    context_shard: tuple[int, int, int] | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query row over the keys its indices name.
+
+    Args:
+        q: (T, H, d_qk), or the pair (q_nope (T, H, d_nope), q_rope (T, H, d_rope) or None).
+        cache: the keys; the value of a key is its first 512 columns.
+        indices: (T, topk) integer: slots of the cache, or with `block_table` positions inside each row's request. An
+            index outside the pool is "no key". A key named twice counts twice.
+        softmax_scale: multiplies q·k.
+        topk_lengths: (T,): only that many leftmost entries of a row count; clamped to [0, topk].
+        block_table, request_ids, context_shard: see `sparsemla.cache.slots_from_positions`.
+        attn_sink: (H,): a further logit without a value: out *= exp(lse) / (exp(lse) + exp(sink)). ±inf allowed.
+        extra: a second (cache, indices, lengths or None), or an object with attributes cache, indices and topk_lengths,
+            attended together with the first; its indices are always slots.
+
+    Returns:
+        out (T, H, 512) float64; lse (T, H) float64, natural log of the sum of exp(logit), the sink not counted.
+        A row without keys has out = 0 and lse = -inf.
+    """
+    if isinstance(q, tuple):
+        parts = [part for part in q if part is not None]
+        q = torch.cat(parts, dim=-1)
+    rows, heads, _ = q.shape
+    device = q.device
+    out = torch.zeros((rows, heads, cache.layout.d_v), dtype=torch.float64, device=device)
+    lse = torch.full((rows, heads), -torch.inf, dtype=torch.float64, device=device)
+
+    slots = indices.to(torch.int64)
+    if block_table is not None:
+        if request_ids is None:
+            raise ValueError("request_ids: got None, required with block_table")
+        slots = slots_from_positions(
+            block_table, request_ids, indices, cache.block_size, context_shard, num_slots=cache.num_slots
+        )
+    key_sets = [(cache, slots, topk_lengths)]
+    if extra is not None:
+        extra_cache, extra_indices, extra_lengths = (
+            extra if isinstance(extra, tuple) else (extra.cache, extra.indices, extra.topk_lengths)
+        )
+        key_sets.append((extra_cache, extra_indices.to(torch.int64), extra_lengths))
+
+    for row in range(rows):
+        keys = torch.cat([_keys_of_row(row, *key_set) for key_set in key_sets])
+        if keys.shape[0] == 0:
+            continue
+        logits = (q[row].to(torch.float64) @ keys.T) * softmax_scale
+        lse[row] = torch.logsumexp(logits, dim=-1)
+        weights = torch.softmax(logits, dim=-1)
+        out[row] = weights @ keys[:, : cache.layout.d_v]
+        if attn_sink is not None:
+            out[row] *= torch.sigmoid(lse[row] - attn_sink.to(torch.float64)).unsqueeze(-1)
+    return out, lse
+
+
+def _keys_of_row(row: int, cache: PagedKVCache, slots: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """(keys, d_qk) float64: the latent vectors that row `row` attends to."""
+    named = slots[row]
+    if lengths is not None:
+        named = named[: max(int(lengths[row]), 0)]
+    named = named[(named >= 0) & (named < cache.num_slots)]
+    return cache.read(named, dtype=torch.float64)
