@@ -1,0 +1,48 @@
+# Needs python3 (3.11 to 3.13), make and a package index. Every target makes .venv from the pinned requirements if it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help check test lint format clean
+
+help:
+	@echo "make check    run the main job: a small model through its own attention and through ours, and compare"
+	@echo "make test     run the tests (ARGS='-k cache' passes arguments to pytest)"
+	@echo "make lint     ruff (lint, format) and mypy"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make clean    remove caches and .venv"
+
+check: $(VENV)/.run-stamp
+	$(BIN)/sparsemla check $(ARGS)
+
+test: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev-stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev-stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes in first and alone; see requirements/torch.txt.
+$(VENV)/.run-stamp: requirements/torch.txt requirements/run.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "sparsemla needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/torch.txt
+	$(PIP) -r requirements/run.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev-stamp: requirements/dev.txt $(VENV)/.run-stamp
+	$(PIP) -r requirements/dev.txt
+	@touch $@
