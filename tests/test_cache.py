@@ -106,6 +106,38 @@ def test_a_pool_past_two_gigabytes_is_addressed_right() -> None:
     assert not cache.read(slots - 1).any()
 
 
+@pytest.mark.gpu
+@every_format
+def test_nothing_waits_for_the_device_and_a_graph_can_capture_it(fmt: KVFormat, d_qk: int) -> None:
+    cache = poisoned_cache(4, 61, fmt, d_qk=d_qk, device="cuda")
+    slots = torch.tensor([0, -1, 243, 244, 17], dtype=torch.int32, device="cuda")
+    table = torch.arange(4, dtype=torch.int32, device="cuda").flip(0).unsqueeze(0)
+    requests = torch.zeros(5, dtype=torch.int32, device="cuda")
+    kv = random_kv(5, d_qk, device="cuda")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        cache.write(slots, kv)
+        return cache.read(slots), slots_from_positions(
+            table, requests, slots, 61, (0, 2, 16), num_slots=cache.num_slots
+        )
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, _ = step()
+    kv.copy_(random_kv(5, d_qk))
+    graph.replay()
+    want = unpack(pack(kv, fmt, d_qk=d_qk), fmt)
+    want[[1, 3]] = 0.0
+    assert torch.equal(values, want)
+
+
 # ------------------------------------------------------------------------------------------------ wrapping
 
 
