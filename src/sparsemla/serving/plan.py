@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A memory plan: what one rank reserves under a policy, what of it is read, what is left for KV tokens.
+
+Puts together what the other modules of this package decide; computes nothing of its own but differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from sparsemla.serving.capacity import (
+    KVBudget,
+    KVGeometry,
+    MemoryProfile,
+    WorkspaceSize,
+    kv_budget,
+    kv_geometry,
+    workspace_size,
+)
+from sparsemla.serving.config import ServingConfig
+from sparsemla.serving.paths import Path, Policy, decide
+from sparsemla.serving.reservations import Reservation, align, reservations_for
+
+
+def _number(value: Fraction) -> int | float:
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One policy's plan for one rank."""
+
+    config: ServingConfig
+    path: Path
+    reservations: tuple[Reservation, ...]
+    workspace: WorkspaceSize
+    geometry: KVGeometry
+    profile: MemoryProfile | None
+    budget: KVBudget | None
+    explicit_kv: bool
+    """The cache's bytes were given, not derived from a utilisation."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy this plan is made for."""
+        return self.path.policy
+
+    @property
+    def never_read_bytes(self) -> int:
+        """Bytes of reservations that nothing on the path reads."""
+        return sum(reservation.nbytes for reservation in self.reservations if not reservation.ever_read)
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes by which tensors that nobody reads enlarge the shared buffer (fewer, where another user needs the room)."""
+        live = self.workspace.attention_bytes - sum(align(r.nbytes) for r in self.reservations if not r.ever_read)
+        return self.workspace.total_bytes - max(live, *(nbytes for _, nbytes in self.workspace.users[1:]), 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        config, geometry, budget = self.config, self.geometry, self.budget
+        return {
+            "model": config.model.name,
+            "model_source": config.model.source,
+            "policy": self.policy.value,
+            "path": self.path.kind.value,
+            "path_reason": self.path.reason,
+            "heads_per_rank": config.heads,
+            "cache_format": config.cache_format.value,
+            "parallel": {"tp": config.parallel.tp, "dcp": config.parallel.dcp, "pcp": config.parallel.pcp},
+            "host_cache": config.host_cache,
+            "limits": {
+                "max_model_len": config.limits.max_model_len,
+                "max_num_batched_tokens": config.limits.max_num_batched_tokens,
+                "max_num_seqs": config.limits.max_num_seqs,
+                "spec_tokens": config.limits.spec_tokens,
+                "block_size": config.limits.block_size,
+                "prefill_factor": config.limits.prefill_factor,
+                "utilization": config.limits.utilization,
+            },
+            "workspace": {
+                "total_bytes": self.workspace.total_bytes,
+                "attention_bytes": self.workspace.attention_bytes,
+                "never_read_bytes": self.never_read_bytes,
+                "wasted_bytes": self.wasted_bytes,
+                "decided_by": self.workspace.decided_by,
+                "users": [{"name": name, "bytes": nbytes} for name, nbytes in self.workspace.users],
+                "reservations": [
+                    {
+                        "name": reservation.name,
+                        "shape": list(reservation.shape),
+                        "dtype": reservation.dtype_name,
+                        "bytes": reservation.nbytes,
+                        "read_by": reservation.read_by,
+                        "ever_read": reservation.ever_read,
+                    }
+                    for reservation in self.reservations
+                ],
+            },
+            "memory": None
+            if self.profile is None
+            else {
+                "source": self.profile.source,
+                "total_bytes": self.profile.total_bytes,
+                "weights_bytes": self.profile.weights_bytes,
+                "activation_bytes": self.profile.activation_bytes,
+                "overhead_bytes": self.profile.overhead_bytes,
+            },
+            "kv": {
+                "bytes_per_token_per_rank": _number(geometry.bytes_per_token_per_rank),
+                "bytes_per_request_per_rank": geometry.bytes_per_request,
+                "bytes_per_page_per_rank": geometry.bytes_per_page,
+                "tokens_per_page": geometry.tokens_per_page,
+                "groups": [
+                    {
+                        "name": group.group.name,
+                        "layers": group.layers,
+                        "record_bytes": group.record_bytes,
+                        "tokens_per_record": group.group.tokens_per_record,
+                        "window": group.group.window,
+                    }
+                    for group in geometry.groups
+                ],
+                "bytes": None if budget is None else budget.nbytes,
+                "pages": None if budget is None else budget.pages,
+                "tokens": None if budget is None else budget.tokens,
+                "concurrent_requests": None if budget is None else round(float(budget.concurrency), 4),
+            },
+            "warnings": list(config.warnings()),
+        }
+
+
+def make_plan(
+    config: ServingConfig,
+    policy: Policy | str,
+    *,
+    profile: MemoryProfile | None = None,
+    kv_bytes: int | None = None,
+    other_users: Mapping[str, int] | None = None,
+) -> Plan:
+    """Plan one rank.
+
+    Args:
+        config: the deployment.
+        policy: whose behaviour.
+        profile: the GPU's memory; without it (and without kv_bytes) tokens are not planned.
+        kv_bytes: explicit bytes for the cache, instead of a utilisation.
+        other_users: largest sets of the workspace's other users, by name.
+
+    Raises:
+        ValueError: the policy refuses the deployment, or the memory does not hold one request.
+    """
+    path = decide(config, policy)
+    reservations = reservations_for(config, path)
+    workspace = workspace_size(reservations, other_users)
+    budget = None
+    if profile is not None or kv_bytes is not None:
+        budget = kv_budget(config, profile=profile, workspace_bytes=workspace.total_bytes, kv_bytes=kv_bytes)
+    return Plan(
+        config, path, reservations, workspace, kv_geometry(config), profile, budget, explicit_kv=kv_bytes is not None
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What plan `after` saves over plan `before`."""
+
+    before: Plan
+    after: Plan
+
+    @property
+    def bytes_saved(self) -> int:
+        """Workspace bytes of one rank (negative when `after` takes more)."""
+        return self.before.workspace.total_bytes - self.after.workspace.total_bytes
+
+    @property
+    def kv_tokens_gained(self) -> int:
+        """Tokens that the saved bytes hold on all ranks together, in whole pages; 0 where the cache's size is given.
+
+        Independent of how much other memory there is. The tokens of two finished plans can differ by one page more, when
+        the remainders below a page add up to one.
+        """
+        if self.before.explicit_kv or self.after.explicit_kv:
+            return 0
+        tokens = self.after.geometry.tokens(abs(self.bytes_saved))
+        return tokens if self.bytes_saved >= 0 else -tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain data."""
+
+        def side(plan: Plan) -> dict[str, Any]:
+            return {
+                "policy": plan.policy.value,
+                "path": plan.path.kind.value,
+                "workspace_bytes": plan.workspace.total_bytes,
+                "attention_bytes": plan.workspace.attention_bytes,
+                "never_read_bytes": plan.never_read_bytes,
+                "kv_tokens": None if plan.budget is None else plan.budget.tokens,
+            }
+
+        return {
+            "policies": [self.before.policy.value, self.after.policy.value],
+            "bytes_saved": self.bytes_saved,
+            "kv_tokens_gained": self.kv_tokens_gained,
+            "before": side(self.before),
+            "after": side(self.after),
+        }
