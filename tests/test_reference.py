@@ -138,6 +138,8 @@ def test_query_pair_and_extra_as_an_object() -> None:
     got = reference_attention((call.q[..., :448], call.q[..., 448:]), call.cache, call.indices, **kwargs)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
+    two = reference_attention(*call.args, **{**call.kwargs, "extra": (cache, indices)})
+    assert torch.equal(two[0], want[0])
     rope_free = random_call(rows=2, heads=3, topk=12, fmt="fp8_nope")
     pair = reference_attention((rope_free.q, None), rope_free.cache, rope_free.indices, **rope_free.kwargs)
     assert torch.equal(pair[0], reference_attention(*rope_free.args, **rope_free.kwargs)[0])

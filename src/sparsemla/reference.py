@@ -41,8 +41,8 @@ def reference_attention(
         topk_lengths: (T,): only that many leftmost entries of a row count; clamped to [0, topk].
         block_table, request_ids, context_shard: see `sparsemla.cache.slots_from_positions`.
         attn_sink: (H,): a further logit without a value: out *= exp(lse) / (exp(lse) + exp(sink)). ±inf allowed.
-        extra: a second (cache, indices, lengths or None), or an object with attributes cache, indices and topk_lengths,
-            attended together with the first; its indices are always slots.
+        extra: a second (cache, indices) or (cache, indices, lengths or None), or an object with the attributes cache,
+            indices and topk_lengths, attended together with the first; its indices are always slots.
 
     Returns:
         out (T, H, 512) float64; lse (T, H) float64, natural log of the sum of exp(logit), the sink not counted.
@@ -65,9 +65,11 @@ def reference_attention(
         )
     key_sets = [(cache, slots, topk_lengths)]
     if extra is not None:
-        extra_cache, extra_indices, extra_lengths = (
-            extra if isinstance(extra, tuple) else (extra.cache, extra.indices, extra.topk_lengths)
-        )
+        if isinstance(extra, tuple):
+            extra_cache, extra_indices, *rest = extra
+            extra_lengths = rest[0] if rest else None
+        else:
+            extra_cache, extra_indices, extra_lengths = extra.cache, extra.indices, extra.topk_lengths
         key_sets.append((extra_cache, extra_indices.to(torch.int64), extra_lengths))
 
     for row in range(rows):
