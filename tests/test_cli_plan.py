@@ -13,7 +13,9 @@ from sparsemla.cli.app import main
 from sparsemla.cli.plan import human_bytes, parse_bytes
 from sparsemla.serving.config import PRESETS
 
-LINE = ["plan", "--model", "glm-5.3", "--tp", "4", "--dcp", "4", "--max-model-len", "786432", "--max-num-batched-tokens", "8192", "--max-num-seqs", "32", "--spec-tokens", "3", "--cache-format", "fp8_ds_mla"]
+LINE = ["plan", "--model", "glm-5.3", "--tp", "4", "--dcp", "4", "--max-model-len", "786432"]
+LINE += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "32", "--spec-tokens", "3", "--cache-format"]
+LINE += ["fp8_ds_mla"]
 MEMORY = ["--gpu-memory-bytes", "150754820096", "--utilization", "0.945", "--weights-bytes", "123600000000"]
 OTHER = ["--other-workspace-bytes", "1745879040"]
 

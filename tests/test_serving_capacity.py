@@ -117,7 +117,7 @@ def test_v4_counts_records_windows_and_page_padding() -> None:
     budget = kv_budget(config, kv_bytes=4 * geometry.bytes_per_request + 10 * per_page)
     assert (budget.pages, budget.window_bytes) == (10, 4 * geometry.bytes_per_request)
     small = ServingConfig(model, Parallelism(), ServingLimits(max_model_len=1024, max_num_seqs=4))
-    with pytest.raises(ValueError, match="block_size: got 64 for deepseek-v4.* multiples of 128"):
+    with pytest.raises(ValueError, match=r"block_size: got 64 for deepseek-v4.* multiples of 128"):
         kv_geometry(small)
 
 

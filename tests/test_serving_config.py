@@ -129,7 +129,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     bad.write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="JSON list"):
         ModelGeometry.load(str(bad))
-    with pytest.raises(ValueError, match="accepted are deepseek-v3.2, .*glm-5.3"):
+    with pytest.raises(ValueError, match=r"accepted are deepseek-v3\.2, .*glm-5\.3"):
         ModelGeometry.load("gpt-2")
 
 

@@ -21,7 +21,7 @@ from sparsemla.serving.config import PRESETS, ModelGeometry, Parallelism, Servin
 from sparsemla.serving.paths import Policy
 from sparsemla.serving.plan import Comparison, Plan, make_plan
 
-_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_UNITS: dict[str, int] = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 
 
@@ -38,7 +38,8 @@ def parse_bytes(text: str | int) -> int:
     number = match.group(1).replace("_", "")
     if "." in number and unit in ("", "b"):
         raise UserError(f"bytes: got {text!r}, accepted is a whole number of bytes")
-    return int(number) * _UNITS[unit] if "." not in number else round(float(number) * _UNITS[unit])
+    size = _UNITS[unit]
+    return int(number) * size if "." not in number else round(float(number) * size)
 
 
 def human_bytes(nbytes: int) -> str:
@@ -106,7 +107,7 @@ def plan(
     geometry = ModelGeometry.load(model)
     config = ServingConfig(
         model=geometry,
-        parallel=Parallelism(tp=tp, dcp=dcp, pcp=pcp, interleave=interleave, dcp_comm=dcp_comm),  # type: ignore[arg-type]
+        parallel=Parallelism(tp, dcp, pcp, interleave, dcp_comm),  # type: ignore[arg-type]  # checked by the class
         limits=ServingLimits(
             max_model_len=geometry.max_position_embeddings if max_model_len is None else max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -188,7 +189,8 @@ def render_plan(made: Plan, *, width: int = 100) -> RenderableType:
     parallel = f"TP {config.parallel.tp}, DCP {config.parallel.dcp}, PCP {config.parallel.pcp}"
     head = Text.assemble(
         (f"{config.model.name}", "bold"),
-        f" on {config.parallel.world} GPU{'s' if config.parallel.world > 1 else ''} ({parallel}): {config.heads} heads a rank, ",
+        f" on {config.parallel.world} GPU{'s' if config.parallel.world > 1 else ''} ({parallel}): "
+        f"{config.heads} heads a rank, ",
         f"cache {config.cache_format.value}, {config.limits.max_model_len:,} tokens a request at most\n",
         ("policy ", "dim"),
         (made.policy.value, "bold cyan"),
@@ -273,7 +275,7 @@ def _render_memory(made: Plan, cells: int) -> RenderableType:
 
 
 def memory_segments(made: Plan) -> list[tuple[str, int, str]]:
-    """(name, bytes, colour) of the parts of one GPU's memory, in the order a map shows them; they add up to its memory."""
+    """(name, bytes, colour) of the parts of one GPU's memory in the order a map shows them; they add up to it."""
     profile, budget = made.profile, made.budget
     if profile is None or budget is None:
         return []

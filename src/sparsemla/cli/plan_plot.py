@@ -51,8 +51,8 @@ def draw_memory_map(plans: Sequence[Plan], target: Path) -> None:
     )
     config = plans[0].config
     figure.suptitle(
-        f"{config.model.name}, one of {config.parallel.world} GPUs (TP {config.parallel.tp}, DCP {config.parallel.dcp}, "
-        f"PCP {config.parallel.pcp}), {config.limits.max_model_len:,} tokens a request",
+        f"{config.model.name}, one of {config.parallel.world} GPUs (TP {config.parallel.tp}, "
+        f"DCP {config.parallel.dcp}, PCP {config.parallel.pcp}), {config.limits.max_model_len:,} tokens a request",
         fontsize=12,
     )
     rows = list(axes[:, 0])

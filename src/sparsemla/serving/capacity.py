@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a GPU's memory to KV tokens.
 
-memory · utilisation − weights − activations − workspace = bytes for the cache → whole pages on each rank → tokens over all
-ranks that share a cache. Exact arithmetic throughout: integers and fractions, no rounding but the floor to whole pages.
+memory · utilisation − weights − activations − workspace = bytes for the cache → whole pages on each rank → tokens over
+all ranks that share a cache. Exact arithmetic throughout: integers and fractions, no rounding but the floor to whole
+pages.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def kv_geometry(config: ServingConfig) -> KVGeometry:
     ratio = max(group.tokens_per_record for group in config.model.groups)
     if any(block % group.tokens_per_record for group in config.model.groups):
         raise ValueError(
-            f"block_size: got {block} for {config.model.name}, whose records stand for up to {ratio} tokens; accepted are "
-            f"multiples of {ratio}"
+            f"block_size: got {block} for {config.model.name}, whose records stand for up to {ratio} tokens; "
+            f"accepted are multiples of {ratio}"
         )
     return KVGeometry(block, config.parallel.dcp, tuple(_group_bytes(config, group) for group in config.model.groups))
 
@@ -292,8 +293,9 @@ def kv_budget(
     if pages < needed:
         needs = needed * geometry.bytes_per_page + windows
         raise ValueError(
-            f"max_model_len: one request of {config.limits.max_model_len:,} tokens takes {needs:,} bytes of cache a rank, and "
-            f"{nbytes:,} are left; accepted is up to {pages * geometry.tokens_per_page:,} tokens, or more memory"
+            f"max_model_len: one request of {config.limits.max_model_len:,} tokens takes {needs:,} bytes of "
+            f"cache a rank, and {nbytes:,} are left; accepted is up to {pages * geometry.tokens_per_page:,} tokens, "
+            f"or more memory"
         )
     return KVBudget(
         nbytes=nbytes,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is served, on how many ranks, within which limits: the inputs of every decision in this package.
 
-Three values and their combination, all immutable and checked when they are made: :class:`ModelGeometry` (the model, from a
-preset or a Hugging Face ``config.json``), :class:`Parallelism` (how it is spread over GPUs), :class:`ServingLimits` (what the
-engine promised) and :class:`ServingConfig`. A value that exists is possible in itself; what one policy refuses is decided in
-:mod:`sparsemla.serving.paths`.
+Three values and their combination, all immutable and checked when they are made: :class:`ModelGeometry` (the model,
+from a preset or a Hugging Face ``config.json``), :class:`Parallelism` (how it is spread over GPUs),
+:class:`ServingLimits` (what the engine promised) and :class:`ServingConfig`. A value that exists is possible in
+itself; what one policy refuses is decided in :mod:`sparsemla.serving.paths`.
 
 A *rank* is one GPU. Sizes are bytes, lengths are tokens.
 """
@@ -45,8 +45,8 @@ class CacheGroup:
         layers: layers of the model proper.
         mtp_layers: layers of the multi-token-prediction head; their caches exist only when tokens are speculated.
         tokens_per_record: tokens one record stands for: 1, or the ratio of a compressing layer.
-        window: None where every token is kept; else only the last `window` tokens of a request are, so the group costs a
-            fixed number of bytes a request and nothing a token.
+        window: None where every token is kept; else only the last `window` tokens of a request are, so the group
+            costs a fixed number of bytes a request and nothing a token.
     """
 
     name: str
@@ -160,8 +160,8 @@ class ModelGeometry:
         label = name or kind or "model"
         if "index_topk" not in config:
             raise ValueError(
-                f"model: {label} ({kind or 'no model_type'}) has no index_topk, accepted are models with DeepSeek sparse "
-                f"attention (deepseek_v32, glm_moe_dsa, deepseek_v4, glm5_next)"
+                f"model: {label} ({kind or 'no model_type'}) has no index_topk, accepted are models with "
+                f"DeepSeek sparse attention (deepseek_v32, glm_moe_dsa, deepseek_v4, glm5_next)"
             )
         if kind == "deepseek_v4" or "compress_ratios" in config:
             return _geometry_v4(config, label, source)
@@ -197,7 +197,7 @@ def _full_indexers(config: Mapping[str, Any], layers: int, label: str) -> list[b
 
 
 def _geometry_dsa(config: Mapping[str, Any], label: str, source: str) -> ModelGeometry:
-    """DeepSeek-V3.2, GLM-5.x and their hybrids: one latent of 512 columns a token, with or without 64 rotary columns."""
+    """DeepSeek-V3.2, GLM-5.x and their hybrids: one latent of 512 columns a token, with 64 rotary columns or none."""
     layers = _need(config, "num_hidden_layers", label)
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     latent = _need(config, "kv_lora_rank", label)
@@ -288,8 +288,8 @@ def _geometry_v4(config: Mapping[str, Any], label: str, source: str) -> ModelGeo
     )
 
 
-# The public config.json of each model, reduced to the keys that are read here. GLM-5.1 and later share one geometry; the
-# "full" layers of 5.2 and 5.3 are 0, 1, 2 and then every fourth from 6 on.
+# The public config.json of each model, reduced to the keys that are read here. GLM-5.1 and later share one geometry;
+# the "full" layers of 5.2 and 5.3 are 0, 1, 2 and then every fourth from 6 on.
 _GLM: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 78,
@@ -370,8 +370,8 @@ class Parallelism:
 
     Attributes:
         tp: tensor-parallel ranks; they share the query heads.
-        dcp: ranks the KV cache of a request is sharded over (decode context parallel). They are the same GPUs, taken from
-            the tp · pcp ranks.
+        dcp: ranks the KV cache of a request is sharded over (decode context parallel). They are the same GPUs, taken
+            from the tp · pcp ranks.
         pcp: ranks that share the query rows of a prefill (prefill context parallel); their heads are whole, and they do
             not add shards to the cache.
         interleave: consecutive positions a rank holds before the next rank's begin.
@@ -500,7 +500,8 @@ class ServingConfig:
             raise ValueError(f"cache_format: got {fmt.value} for {model.name}, accepted are {accepted}")
         if self.limits.block_size % parallel.interleave:
             raise ValueError(
-                f"interleave: got {parallel.interleave}, accepted are divisors of the block size {self.limits.block_size}"
+                f"interleave: got {parallel.interleave}, accepted are divisors of the block size "
+                f"{self.limits.block_size}"
             )
         if parallel.dcp > 1 and self.heads_gathered > MAX_HEADS:
             raise ValueError(
@@ -547,7 +548,7 @@ class ServingConfig:
         words = list(self.model.notes)
         if self.limits.max_model_len > self.model.max_position_embeddings:
             words.append(
-                f"max_model_len {self.limits.max_model_len} is beyond the {self.model.max_position_embeddings} positions "
-                f"{self.model.name} was published for"
+                f"max_model_len {self.limits.max_model_len} is beyond the "
+                f"{self.model.max_position_embeddings} positions {self.model.name} was published for"
             )
         return tuple(words)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one decision: which way a batch takes through attention, and therefore which scratch memory is ever read.
 
-:func:`decide` is a pure function of the configuration. Its result, an immutable :class:`Path`, is handed as a value to the
-reservations, the backend's constructor, the metadata builder and, with the metadata, to every forward. Nothing downstream asks
-the configuration again, so the memory that is reserved and the memory that is read cannot drift apart.
+:func:`decide` is a pure function of the configuration. Its result, an immutable :class:`Path`, is handed as a value to
+the reservations, the backend's constructor, the metadata builder and, with the metadata, to every forward. Nothing
+downstream asks the configuration again, so the memory that is reserved and the memory that is read cannot drift apart.
 
 Policies:
 
 ``flashmla``
-    What vLLM's FLASHMLA_SPARSE backend is published to do (``vllm/v1/attention/backends/mla/flashmla_sparse.py``, versions of
-    September 2026): an fp8 decode kernel that wants 64 or 128 heads, a bf16 prefill kernel that wants a multiple of 64 (128 on
-    SM100). Few heads: the whole batch goes through the fp8 kernel. Many heads, a host-resident cache, or a KV gather under
-    PCP + DCP: decodes through the fp8 kernel, prefills over a bf16 copy. The same refusals, and the same reservations even
-    where the path never reads them.
+    What vLLM's FLASHMLA_SPARSE backend is published to do (``vllm/v1/attention/backends/mla/flashmla_sparse.py``,
+    versions of September 2026): an fp8 decode kernel that wants 64 or 128 heads, a bf16 prefill kernel that wants a
+    multiple of 64 (128 on SM100). Few heads: the whole batch goes through the fp8 kernel. Many heads, a host-resident
+    cache, or a KV gather under PCP + DCP: decodes through the fp8 kernel, prefills over a bf16 copy. The same
+    refusals, and the same reservations even where the path never reads them.
 ``flashmla-gated``
     The same paths and refusals; only what the path reads is reserved.
 ``sparsemla``
@@ -101,7 +101,7 @@ class Path:
 
     @property
     def pads_query(self) -> bool:
-        """Whether the concatenated query is copied once more to pad its heads (the bf16 path concatenates into the padding)."""
+        """Whether the concatenated query is copied once more to pad its heads (a bf16 cache's needs no second copy)."""
         return self.padded_heads > self.heads and self.kind is not PathKind.BF16
 
     @property
@@ -124,8 +124,8 @@ class Path:
         host = ", host cache" if self.host_cache else ""
         padded = "" if self.decode_heads == self.heads else f" padded to {self.decode_heads}"
         return (
-            f"{self.policy.value}/{self.kind.value} ({self.cache_format.value}, {self.heads} heads{padded}{shard}{host}, "
-            f"{self.prefill_rows} prefill rows)"
+            f"{self.policy.value}/{self.kind.value} ({self.cache_format.value}, "
+            f"{self.heads} heads{padded}{shard}{host}, {self.prefill_rows} prefill rows)"
         )
 
 
@@ -242,12 +242,12 @@ def _refuse_unsound_dcp(config: ServingConfig, policy: Policy, kind: PathKind) -
         cause = "a host cache" if kind is PathKind.HOST else f"{config.heads} heads a rank"
         raise ValueError(
             f"dcp: got {dcp} with {cause}, accepted under policy {name} is DCP on the mixed fp8 path (fewer than "
-            f"{MIN_HEADS_FOR_BF16_PREFILL} heads a rank, no host cache) or together with PCP: the separate path returns the "
-            f"LSE of decode rows only, and the combination needs it for every row"
+            f"{MIN_HEADS_FOR_BF16_PREFILL} heads a rank, no host cache) or together with PCP: the separate path "
+            f"returns the LSE of decode rows only, and the combination needs it for every row"
         )
     local, gathered = _fp8_envelope(config.heads), _fp8_envelope(config.heads_gathered)
     if local != gathered:
         raise ValueError(
-            f"dcp: {config.heads} heads a rank pad to {local}, the {config.heads_gathered} heads gathered over {dcp} ranks to "
-            f"{gathered}; accepted under policy {name} are equal paddings"
+            f"dcp: {config.heads} heads a rank pad to {local}, the {config.heads_gathered} heads gathered over {dcp} "
+            f"ranks to {gathered}; accepted under policy {name} are equal paddings"
         )

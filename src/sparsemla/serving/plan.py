@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes by which tensors that nobody reads enlarge the shared buffer (fewer, where another user needs the room)."""
+        """Bytes that tensors nobody reads add to the shared buffer (fewer where another user needs the room)."""
         live = self.workspace.attention_bytes - sum(align(r.nbytes) for r in self.reservations if not r.ever_read)
         return self.workspace.total_bytes - max(live, *(nbytes for _, nbytes in self.workspace.users[1:]), 0)
 
@@ -180,8 +180,8 @@ class Comparison:
     def kv_tokens_gained(self) -> int:
         """Tokens that the saved bytes hold on all ranks together, in whole pages; 0 where the cache's size is given.
 
-        Independent of how much other memory there is. The tokens of two finished plans can differ by one page more, when
-        the remainders below a page add up to one.
+        Independent of how much other memory there is. The tokens of two finished plans can differ by one page more,
+        when the remainders below a page add up to one.
         """
         if self.before.explicit_kv or self.after.explicit_kv:
             return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every scratch tensor attention takes, by name: its shape, who reads it, on which path.
 
-A :class:`Reservation` belongs to a path. Where the path never reads the tensor it cannot be made: the constructor raises. The one
-exception is policy ``flashmla``, whose purpose is to reproduce what is published, dead tensors included; there
-``ever_read`` is False and reports say so.
+A :class:`Reservation` belongs to a path. Where the path never reads the tensor it cannot be made: the constructor
+raises. The one exception is policy ``flashmla``, whose purpose is to reproduce what is published, dead tensors
+included; there ``ever_read`` is False and reports say so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Reservation:
         dtype: of the tensor.
 
     Raises (when constructed):
-        ValueError: unknown name; or the path never reads the tensor and the policy is not the one that reproduces dead ones.
+        ValueError: unknown name; or the path never reads the tensor and the policy is not the one that reproduces dead
+            ones.
     """
 
     path: Path
@@ -106,9 +107,10 @@ def taken_together(reservations: Iterable[Reservation]) -> int:
 def reservations_for(config: ServingConfig, path: Path) -> tuple[Reservation, ...]:
     """The scratch tensors of one rank, in the order they are laid out. All are taken together by one forward.
 
-    Policy ``sparsemla`` takes none. The others take, for every query token of a step: the concatenated query, the query and
-    the output padded to the heads the kernels want (only where that is more than the rank has), and the compact output;
-    and a bf16 copy of the context for prefills: where it is read (``flashmla-gated``), or for every fp8 cache (``flashmla``).
+    Policy ``sparsemla`` takes none. The others take, for every query token of a step: the concatenated query, the
+    query and the output padded to the heads the kernels want (only where that is more than the rank has), and the
+    compact output; and a bf16 copy of the context for prefills: where it is read (``flashmla-gated``), or for every
+    fp8 cache (``flashmla``).
     """
     if path.kind is PathKind.IN_PLACE:
         return ()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one scratch buffer that all users of a step share.
 
-Users never need their scratch at the same time as another user's, so the buffer is as large as the largest set of tensors that
-is *taken together*, not as the sum. It grows while users reserve and, once locked (before CUDA graphs are captured and the KV
-pool takes the rest of the memory), never again.
+Users never need their scratch at the same time as another user's, so the buffer is as large as the largest set of
+tensors that is *taken together*, not as the sum. It grows while users reserve and, once locked (before CUDA graphs are
+captured and the KV pool takes the rest of the memory), never again.
 
 A *lane* separates executions that overlap in time (micro-batches, side streams): each has a buffer of its own.
 """
@@ -122,7 +122,7 @@ class SharedWorkspace:
         self._locked = True
 
     def unlock(self) -> None:
-        """Allow growth again (an engine that reconfigures itself). Tensors handed out before must not be used after it grew."""
+        """Allow growth again (an engine reconfigures itself). Tensors handed out before must not be used afterwards."""
         self._locked = False
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
@@ -137,8 +137,8 @@ class SharedWorkspace:
     def reserve(self, owner: str, specs: Sequence[Spec]) -> int:
         """Make room for a set of tensors that are taken together; returns its aligned bytes.
 
-        An empty set is allowed and takes nothing. Keeps no views: a buffer that is outgrown is freed before the larger one
-        is allocated.
+        An empty set is allowed and takes nothing. Keeps no views: a buffer that is outgrown is freed before the larger
+        one is allocated.
 
         Raises:
             ValueError: two tensors of one name, or another set than this owner reserved before on this lane.
@@ -177,7 +177,7 @@ class SharedWorkspace:
         return nbytes - there
 
     def take(self, owner: str) -> dict[str, torch.Tensor]:
-        """The owner's reserved tensors, as views of the current lane's buffer. Their contents are whatever was left there.
+        """The owner's reserved tensors, views of the current lane's buffer with whatever was left there.
 
         Raises:
             ValueError: the owner reserved nothing on this lane.
