@@ -23,8 +23,8 @@ from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.kernels.call import AttentionCall
 from sparsemla.schedule import BLOCK_KEYS, D_V
 
-_TILE_RECORDS = {"cpu": 512, "cuda": 8192}
-"""Records dequantised at a time. 512 of 576 float32 columns are 1.2 MB, about what a core's cache holds; a GPU wants
+_TILE_RECORDS = {"cpu": 1024, "cuda": 8192}
+"""Records dequantised at a time. 1024 of 576 float32 columns are 2.4 MB, about what a core's cache holds; a GPU wants
 more."""
 _FACTOR_MAX = 3.0e38
 """Largest softmax factor: beyond it every difference of logits is decided anyway, and inf · 0 would be NaN."""
