@@ -272,6 +272,12 @@ class Surroundings:
                 kept.tensors[storage._cdata] = (storage, byte_view(storage).clone())
         return kept
 
+    def again(self) -> Surroundings:
+        """The same tensors and random number states as they are now."""
+        later = Surroundings.now([])
+        later.tensors = {at: (storage, byte_view(storage).clone()) for at, (storage, _) in self.tensors.items()}
+        return later
+
     def restore(self) -> None:
         torch.set_rng_state(self.torch_rng)
         if self.cuda_rng:

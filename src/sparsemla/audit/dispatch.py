@@ -138,25 +138,28 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        keys = self._kernel_keys(func, args, kwargs, tensors)
+        numbers = _numbers_for_tensors(func, args, kwargs)
+        if numbers:  # entering the kernel would turn the number into a tensor, and type promotion with it
+            return _overload_taking(func, numbers)(*args, **kwargs)
+        keys = self._kernel_keys(func, kwargs, tensors)
         if keys is None:
             return func(*args, **kwargs)
         with self:
             return func.redispatch(keys, *args, **kwargs)
 
     def _kernel_keys(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self, func: OpOverload, kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> DispatchKeySet | None:
         """Where to enter the operator's own kernel with the mode on; None where it must be called as usual."""
         name = name_of(func)
         if name in _LEAVES or (func.is_view and func.namespace == "aten"):
             return None  # nothing happens inside, and aten::detach would call itself without end
+        if func.namespace == "aten" and "Scalar" in func._overloadname:
+            return None  # the same operator again with the number as a tensor
         if len(self._stack) > 1 and self._stack[-2].name == name:
             return None
         if _get_current_dispatch_mode() is not None:
             return None  # another mode under this one has to see the operator first
-        if _numbers_for_tensors(func, args, kwargs):
-            return None  # redispatching would turn the number into a tensor, and type promotion with it
         kinds = {tensor.device.type for tensor in tensors}
         if not tensors:
             kinds = {torch.device(kwargs.get("device") or "cpu").type}
@@ -170,12 +173,29 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return DispatchKeySet(key)
 
 
-def _numbers_for_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a plain number stands where the schema says Tensor."""
+def _numbers_for_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Names of arguments at which a plain number stands where the schema says Tensor.
+
+    A kernel that wraps a number and calls the tensor overload is seen here with the number unwrapped again.
+    """
     declared = func._schema.arguments
     pairs: list[tuple[Any, Any]] = list(zip(args, declared, strict=False))
     pairs += [(kwargs[a.name], a) for a in declared if a.name in kwargs]
-    return any(isinstance(value, (int, float, complex)) and "Tensor" in str(a.type) for value, a in pairs)
+    return frozenset(a.name for value, a in pairs if isinstance(value, (int, float, complex)) and _is_tensor(a))
+
+
+def _is_tensor(argument: Any) -> bool:
+    return str(argument.type).removeprefix("Optional[").startswith("Tensor")
+
+
+def _overload_taking(func: OpOverload, numbers: frozenset[str]) -> OpOverload:
+    """The overload of the same operator with numbers declared at these arguments; `func` itself where there is none."""
+    want = [(a.name, a.name not in numbers and _is_tensor(a)) for a in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        other: OpOverload = getattr(func.overloadpacket, name)
+        if other is not func and [(a.name, _is_tensor(a)) for a in other._schema.arguments] == want:
+            return other
+    return func
 
 
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

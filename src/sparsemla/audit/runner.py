@@ -211,6 +211,16 @@ def _deep(code: _Code, min_bytes: int, most: int, tell: Progress) -> Run:
     if not base.same_as(repeat):
         raise NotDeterministicError("two plain runs gave different results: --deep needs code that does the same twice")
     ledger.deep = True
+    afterwards = code.around.again()
+    try:
+        _corrupt_each(code, ledger, base, min_bytes, most, tell)
+    finally:
+        with quiet():
+            afterwards.restore()  # corrupted runs leave nothing behind
+    return Run(result, ledger)
+
+
+def _corrupt_each(code: _Code, ledger: Ledger, base: Outcome, min_bytes: int, most: int, tell: Progress) -> None:
     targets = _targets(ledger, min_bytes)
     left_out = targets[most:]
     for entry in left_out:
@@ -224,7 +234,6 @@ def _deep(code: _Code, min_bytes: int, most: int, tell: Progress) -> Run:
                 f"CUDA stopped working when {entry.site} was corrupted, so it is read; what is left was not tested"
             )
             break
-    return Run(result, ledger)
 
 
 def _targets(ledger: Ledger, min_bytes: int) -> list[Allocation | Region]:
