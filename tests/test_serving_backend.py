@@ -449,3 +449,17 @@ def test_a_captured_graph_replays_the_next_batch(policy: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         close(out, case.out)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_the_audit_names_the_dead_reservation(heads: int, device: torch.device) -> None:
+    audit = pytest.importorskip("sparsemla.audit")
+    config = deployment(heads, prefill_factor=2)
+    case = make_case(config, device=device)
+    with audit.watch() as ledger:
+        run(config, "flashmla", case, device)
+    prefill = ledger.region("attention/prefill_kv")
+    assert prefill.nbytes == 400 * 576 * 2
+    mixed = decide(config, "flashmla").kind is PathKind.MIXED_FP8
+    assert (prefill.dead == prefill.nbytes) is mixed
+    assert ledger.region("attention/compact_output").dead < ledger.region("attention/compact_output").nbytes

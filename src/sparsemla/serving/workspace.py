@@ -5,11 +5,15 @@ Users never need their scratch at the same time as another user's, so the buffer
 tensors that is *taken together*, not as the sum. It grows while users reserve and, once locked (before CUDA graphs are
 captured and the KV pool takes the rest of the memory), never again.
 
+Whoever audits a run hears what is handed out: through `SharedWorkspace.listen`, and in :mod:`sparsemla.audit`'s ledger
+under the name ``owner/tensor``.
+
 A *lane* separates executions that overlap in time (micro-batches, side streams): each has a buffer of its own.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,7 +177,7 @@ class SharedWorkspace:
         self._buffers[lane] = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # else the outgrown segment stays reserved beside the new one
-        self._buffers[lane] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._buffers[lane] = _aligned(nbytes, self.device)
         return nbytes - there
 
     def take(self, owner: str) -> dict[str, torch.Tensor]:
@@ -199,7 +203,26 @@ class SharedWorkspace:
             offset += align(spec.nbytes)
         for listener in self._listeners:
             listener(owner, lane, tensors)
+        _report_to_audit(owner, lane, tensors)
         return tensors
+
+
+def _aligned(nbytes: int, device: torch.device) -> torch.Tensor:
+    """(nbytes,) uint8 that starts at a multiple of WORKSPACE_ALIGN."""
+    if device.type == "cuda":  # its allocator aligns to more; the host's to less
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    raw = torch.empty(nbytes + WORKSPACE_ALIGN, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % WORKSPACE_ALIGN
+    return raw[start : start + nbytes]
+
+
+def _report_to_audit(owner: str, lane: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Looked up, not imported: where nobody imported the audit no watch can be on, and this room does not depend on it.
+    state = sys.modules.get("sparsemla.audit.state")
+    if state is None or not state.is_watching():
+        return
+    for name, tensor in tensors.items():
+        state.register_region(f"{owner}/{name}" if lane == 0 else f"{owner}/{name} (lane {lane})", tensor)
 
 
 __all__ = [
