@@ -321,6 +321,7 @@ def flash_mla_sparse_fwd(
     if isinstance(indexer_topk, bool) or not isinstance(indexer_topk, int) or indexer_topk < 0:
         raise ValueError(f"indexer_topk: got {indexer_topk!r}, accepted is an integer of at least 0")
     scale = _number("sm_scale", sm_scale)
+    _per_row("topk_length", topk_length, q.shape[0], 1)
     cache = _wrap("kv", kv, q.shape[2], False, None)
     columns = indices.squeeze(1)
     rows, heads = q.shape[:2]
