@@ -4,9 +4,8 @@
 A *part* is a group of SMs that works on one thing after another. The scheduler lays all requests end to end, each as
 long as its blocks of 64 keys plus a fixed overhead (5 blocks: prologue and epilogue of a request), and cuts the line
 into parts of equal payload. A request that a cut runs through is *split*: its pieces leave float32 partial outputs
-and log-sum-exps (the
-*accumulators*) which a *combine* step merges. Where no cut runs through a request, nothing reads the accumulators,
-so here they take 0 bytes.
+and log-sum-exps (the *accumulators*) which a *combine* step merges. Where no cut runs through a request, nothing
+reads the accumulators, so here they take 0 bytes.
 
 The plan is the one FlashMLA publishes (github.com/deepseek-ai/FlashMLA,
 ``csrc/smxx/decode/get_decoding_sched_meta``; part counts from ``csrc/api/sparse_decode.h``), number for number, so a
@@ -230,7 +229,7 @@ class SplitSchedule:
             heads: query heads, 1 to 128.
             topk: index columns.
             rows_per_request: query tokens of each request.
-            topk_lengths: keys that count, per request (requests,) or per row (requests · rows_per_request,; the
+            topk_lengths: keys that count, per request, or per row (requests · rows_per_request of them, the
                 longest row of a request counts): a sequence, a numpy array or a CPU tensor of integers; clamped to
                 [0, topk]. None: topk.
             extra_topk: index columns of the second cache, 0 without one.
