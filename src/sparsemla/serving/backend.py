@@ -29,7 +29,7 @@ Query: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 AllGather: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """all_gather(output (world · n, ...), input (n, ...)): every rank's input, in rank order, on every rank."""
 
-_COPY_TILE = 4096
+_COPY_TILE = 2048
 """Records dequantised at a time while a context is copied: bounds what the copy takes beyond the workspace."""
 
 

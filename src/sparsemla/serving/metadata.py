@@ -159,7 +159,7 @@ class MetadataBuilder:
         self.path = path
         self.device = torch.device(device)
         self.rank = rank
-        self._request_ids = torch.full(
+        self.request_ids_buffer = torch.full(
             (config.limits.max_num_batched_tokens,), -1, dtype=torch.int32, device=self.device
         )
 
@@ -182,7 +182,7 @@ class MetadataBuilder:
         ids = torch.full((padded,), -1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for request in range(requests):
             ids[starts[request] : starts[request + 1]] = request
-        request_ids = self._request_ids[:padded]
+        request_ids = self.request_ids_buffer[:padded]
         request_ids.copy_(ids, non_blocking=True)
         chunks: tuple[PrefillChunk, ...] = ()
         if self.path.copies_prefill_kv and decodes < requests:

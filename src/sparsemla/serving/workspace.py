@@ -166,6 +166,10 @@ class SharedWorkspace:
                 self._ledger[owner, lane] = LedgerEntry(owner, lane, specs, nbytes, grew)
         return nbytes
 
+    def reserve_bytes(self, owner: str, nbytes: int) -> int:
+        """`reserve` for a user of whom only the size of its largest set is known."""
+        return self.reserve(owner, [TensorSpec("set", (nbytes,), torch.uint8)])
+
     def _ensure(self, owner: str, lane: int, nbytes: int) -> int:
         there = 0 if self._buffers[lane] is None else self.nbytes(lane)
         if nbytes <= there:
