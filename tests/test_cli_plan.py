@@ -133,6 +133,7 @@ def test_text_names_what_is_never_read(capsys: pytest.CaptureFixture[str]) -> No
         "never read: 1,811,939,328 bytes",
         "13,682",
         "1,142,016 in 4,461 pages of 256 tokens",
+        "2,151,677,952 bytes",
         "1,492,123,648 bytes",
         "109,056 KV tokens",
     ):

@@ -154,3 +154,16 @@ def test_measured_profile_counts_what_a_step_takes() -> None:
     assert profile.weights_bytes >= weights.numel()
     assert profile.activation_bytes == (64 - 16) << 20
     assert profile.total_bytes == torch.cuda.mem_get_info()[1]
+
+
+def test_what_lies_outside_the_workspace_is_said() -> None:
+    theirs, ours = (make_plan(published(), policy) for policy in ("flashmla", "sparsemla"))
+    assert theirs.kernel_bytes == 2 * 8192 * 64 * 513 * 4  # the 2052 MiB measured for one call of 8192 tokens
+    assert ours.kernel_bytes == 0
+    assert theirs.answer_bytes == 8192 * 64 * 4
+    assert ours.answer_bytes == 8192 * 64 * (512 * 2 + 4)  # 4 ranks' heads attend this rank's shard
+    separate = make_plan(
+        ServingConfig(ModelGeometry.preset("glm-5"), Parallelism(), ServingLimits(max_model_len=1000, max_num_seqs=8)),
+        "flashmla-gated",
+    )
+    assert separate.kernel_bytes == (8 + 132) * 64 * 513 * 4

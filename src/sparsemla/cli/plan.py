@@ -212,8 +212,12 @@ def render_plan(made: Plan, *, width: int = 100) -> RenderableType:
 
 def _render_workspace(made: Plan, cells: int) -> RenderableType:
     total = made.workspace.total_bytes
+    outside = f"\noutside the buffer, in the largest step: a layer's answer, {made.answer_bytes:,} bytes"
+    if made.kernel_bytes:
+        outside += f"; the decode kernel's accumulators, {made.kernel_bytes:,} bytes"
     if not total:
-        return Text("0 bytes: attention reserves nothing, and nobody else was named", style="green")
+        words = Text("0 bytes: attention reserves nothing, and nobody else was named", style="green")
+        return words.append(outside, style="default")
     widest = max([*(r.nbytes for r in made.reservations), *(n for _, n in made.workspace.users[1:]), 1])
     rows = _table(("tensor", "left"), ("shape", "left"), ("bytes", "right"), ("", "left"), ("read by", "left"))
     for item in made.reservations:
@@ -236,6 +240,7 @@ def _render_workspace(made: Plan, cells: int) -> RenderableType:
         words.append(
             f"\nnever read: {made.never_read_bytes:,} bytes ({human_bytes(made.never_read_bytes)})", style="bold red"
         )
+    words.append(outside)
     return Group(rows, words)
 
 
@@ -305,6 +310,8 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
     row("attention bytes", before.workspace.attention_bytes, after.workspace.attention_bytes)
     row("never read bytes", before.never_read_bytes, after.never_read_bytes)
+    row("answer outside", before.answer_bytes, after.answer_bytes)
+    row("kernel outside", before.kernel_bytes, after.kernel_bytes)
     row("workspace bytes", before.workspace.total_bytes, after.workspace.total_bytes)
     if before.budget is not None and after.budget is not None:
         row("KV tokens", before.budget.tokens, after.budget.tokens)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from sparsemla.schedule import SM90, SM100, accumulator_bytes
 from sparsemla.serving.capacity import (
     KVBudget,
     KVGeometry,
@@ -21,7 +22,7 @@ from sparsemla.serving.capacity import (
     workspace_size,
 )
 from sparsemla.serving.config import ServingConfig
-from sparsemla.serving.paths import Path, Policy, decide
+from sparsemla.serving.paths import Path, PathKind, Policy, decide
 from sparsemla.serving.reservations import Reservation, align, reservations_for
 
 
@@ -59,6 +60,35 @@ class Plan:
         live = self.workspace.attention_bytes - sum(align(r.nbytes) for r in self.reservations if not r.ever_read)
         return self.workspace.total_bytes - max(live, *(nbytes for _, nbytes in self.workspace.users[1:]), 0)
 
+    @property
+    def answer_bytes(self) -> int:
+        """Bytes of one layer's answer to the largest step that lie outside the workspace: activations, while they live.
+
+        In place: the output and its log-sum-exps, over the heads gathered for this rank's shard. The published paths
+        write the output into the workspace; the log-sum-exps of the heads their kernel runs remain.
+        """
+        tokens = self.config.limits.max_num_batched_tokens
+        if self.path.kind is PathKind.IN_PLACE:
+            return tokens * self.config.heads_gathered * (2 * self.path.d_v + 4)
+        return tokens * self.path.padded_heads * 4
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes the kernel itself allocates in the largest step, outside the workspace.
+
+        Ours: none. The peer's fp8 decode kernel: the accumulators of split-KV scheduling, read or not (see
+        `sparsemla.schedule.memory_table`, measured on an H200).
+        """
+        path, limits = self.path, self.config.limits
+        if path.kind in (PathKind.IN_PLACE, PathKind.BF16):
+            return 0
+        whole = path.kind is PathKind.MIXED_FP8
+        requests = 1 if whole else limits.max_num_seqs
+        rows = limits.max_num_batched_tokens if whole else limits.decode_query_len
+        arch = SM100 if limits.arch == "sm100" else SM90
+        parts = arch.num_parts(rows_per_request=rows, heads=path.decode_heads)
+        return accumulator_bytes(requests=requests, rows_per_request=rows, heads=path.decode_heads, num_parts=parts)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
         config, geometry, budget = self.config, self.geometry, self.budget
@@ -86,6 +116,8 @@ class Plan:
                 "attention_bytes": self.workspace.attention_bytes,
                 "never_read_bytes": self.never_read_bytes,
                 "wasted_bytes": self.wasted_bytes,
+                "answer_bytes_outside": self.answer_bytes,
+                "kernel_bytes_outside": self.kernel_bytes,
                 "decided_by": self.workspace.decided_by,
                 "users": [{"name": name, "bytes": nbytes} for name, nbytes in self.workspace.users],
                 "reservations": [
@@ -198,6 +230,8 @@ class Comparison:
                 "workspace_bytes": plan.workspace.total_bytes,
                 "attention_bytes": plan.workspace.attention_bytes,
                 "never_read_bytes": plan.never_read_bytes,
+                "answer_bytes_outside": plan.answer_bytes,
+                "kernel_bytes_outside": plan.kernel_bytes,
                 "kv_tokens": None if plan.budget is None else plan.budget.tokens,
             }
 
