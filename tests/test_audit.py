@@ -134,7 +134,9 @@ def test_results_are_unchanged(device: torch.device) -> None:
         with torch.no_grad():
             y = layer(x)
         ints = torch.arange(7, device=device) + 1.5  # type promotion of plain numbers
-        conv = torch.nn.functional.conv2d(torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device))
+        conv = torch.nn.functional.conv2d(
+            torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
+        )
         return [y, ints, conv, y.topk(3).values, y[y > 0], torch.einsum("bij,bkj->bik", y, y)]
 
     plain = work()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocations inside compiled code: registered operators, the stable ABI, and functions the dispatcher does not know."""
+"""Allocations inside compiled code: registered operators, the stable ABI, unregistered functions."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class CudaTrace:
             self._probe = []
             probe = torch.empty(12_345, dtype=torch.uint8, device="cuda")
             self.works = (probe.data_ptr(), 12_345) in self._probe
-        except (ImportError, AttributeError, RuntimeError) as problem:
+        except (ImportError, AttributeError, AssertionError, RuntimeError) as problem:
             self.tracker.ledger.notes.append(f"CUDA allocator hook not available: {problem}")
         finally:
             self._probe = None
@@ -212,5 +212,5 @@ class CudaTrace:
 
 def _requested_bytes(device: int) -> int:
     """Bytes ever asked of the caching allocator on this device."""
-    stats = torch.cuda.memory_stats(device)
-    return int(stats.get("requested_bytes.all.allocated", 0))
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats.get("requested_bytes", {}).get("all", {}).get("allocated", 0))

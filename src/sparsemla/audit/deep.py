@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from .dispatch import Frame, byte_view, cuda_in_use, storage_of
+from .sentinel import EMPTY, Runs, complement
 
 if TYPE_CHECKING:
     from .tracker import Live
@@ -104,6 +105,15 @@ class Probe:
         if self.target.region == name and self.storage is storage and self._low == low:
             self._look(trusted=False, why="written after the last operator that PyTorch's dispatcher saw")
             self._detach()
+
+    def before_fill(self, storage: torch.UntypedStorage) -> None:
+        """The audit is about to lay the sentinel into a part of a storage."""
+        if self.storage is storage and self.target.index is not None:
+            self._look(trusted=False, why="written by code that PyTorch's dispatcher did not see, before a hand-out")
+
+    def after_fill(self, storage: torch.UntypedStorage) -> None:
+        if self.storage is storage and self.target.index is not None:
+            self._last = _words(self._view(), self._dtype, self.attempt)[0].clone()
 
     def _attach(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype, *, at: int) -> None:
         if (high - low) % dtype.itemsize or low % min(dtype.itemsize, 8):
@@ -288,6 +298,11 @@ class Surroundings:
             if storage.nbytes() == before.numel():
                 byte_view(storage).copy_(before)
 
-    def contents(self) -> list[torch.Tensor]:
-        """The kept tensors as they are now, in the order in which they were met."""
-        return [byte_view(storage) for storage, _ in self.tensors.values()]
+    def contents(self, scratch: Mapping[int, Runs]) -> list[torch.Tensor]:
+        """The kept tensors' bytes as they are now, in the order in which they were met, without handed-out scratch."""
+        found: list[torch.Tensor] = []
+        for address, (storage, _) in self.tensors.items():
+            nbytes = storage.nbytes()
+            lasting = complement(scratch.get(address, EMPTY), nbytes) if nbytes else EMPTY
+            found += [byte_view(storage, low, high) for low, high in lasting.tolist()]
+        return found

@@ -112,6 +112,7 @@ class Row:
 
     kind: Literal["allocation", "region"]
     what: str
+    brief: str  # `what` without the steps inside PyTorch's own operators
     who: str
     stack: tuple[str, ...]
     device: str
@@ -213,7 +214,7 @@ class Ledger:
         ]
         for row in self.rows():
             if row.dead:
-                lines.append(f"  {row.dead:>16,} dead of {row.bytes_all:,}: {row.what} by {row.who}")
+                lines.append(f"  {row.dead:>16,} dead of {row.bytes_all:,}: {row.brief} by {row.who}")
         return "\n".join(lines)
 
 
@@ -237,6 +238,7 @@ def _region_row(region: Region) -> Row:
     return Row(
         kind="region",
         what=f"{region.name} ({region.dtype})",
+        brief=f"{region.name} ({region.dtype})",
         who=region.site,
         stack=region.stack,
         device=region.device,
@@ -259,6 +261,7 @@ def _row(members: list[Allocation]) -> Row:
     return Row(
         kind="allocation",
         what=f"{' > '.join((*first.via, first.op))} {first.dtype}[{shape}]",
+        brief=f"{_brief((*first.via, first.op))} {first.dtype}[{shape}]",
         who=first.site,
         stack=first.stack,
         device=first.device,
@@ -272,6 +275,13 @@ def _row(members: list[Allocation]) -> Row:
         read=verdicts.pop() if len(verdicts) == 1 else "mixed",
         notes=tuple(dict.fromkeys(note for a in members for note in (a.why_not, a.read_note) if note)),
     )
+
+
+def _brief(chain: tuple[str, ...]) -> str:
+    """The outermost of PyTorch's own operators, or the innermost foreign one and its callee: `ext::decode > empty`."""
+    foreign = [i for i, name in enumerate(chain) if not name.startswith("aten::")]
+    kept = chain[:1] if not foreign else chain[foreign[-1] : foreign[-1] + 2]
+    return " > ".join(name.removeprefix("aten::").split(".")[0] for name in kept)
 
 
 def with_verdict(entry: Allocation, read: Read, note: str) -> Allocation:

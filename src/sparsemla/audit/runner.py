@@ -99,7 +99,7 @@ class _Code:
         if keep_outside and tracker.outside is not None:
             self._join(tracker)
         with quiet():
-            outcome = outcome_of(result, self.around.contents() if not error else None)
+            outcome = outcome_of(result, self.around.contents(tracker.scratch) if not error else None)
         outcome.error = error
         return result, tracker.ledger, outcome
 

@@ -137,6 +137,7 @@ class Tracker:
         self._done: list[Allocation] = []
         self._names: dict[str, Named] = {}
         self._shared: dict[int, Shared] = {}
+        self.scratch: dict[int, Runs] = {}  # storage address -> bytes of it that were handed out as regions
         self._patterns: dict[torch.device, Pattern] = {}
 
     # --- time -------------------------------------------------------------------------------------------------------
@@ -372,6 +373,7 @@ class Tracker:
         named.handouts += 1
         named.nbytes = max(named.nbytes, high - low)
         here = storage._cdata
+        self.scratch[here] = union(self.scratch.get(here, EMPTY), _span(low, high))
         if capturing():
             named.why_not = "handed out during graph capture"
             self.add_uncovered("regions handed out during graph capture", high - low)
@@ -391,7 +393,11 @@ class Tracker:
             if size(live.filled) != live.nbytes:
                 live.filled = union(live.filled, _span(low, high))
                 live.pending = EMPTY if live.pending is None else live.pending
+        if self.probe is not None:
+            self.probe.before_fill(storage)
         self.pattern(storage.device).fill(byte_view(storage, low, high), key, offset=low)
+        if self.probe is not None:
+            self.probe.after_fill(storage)
         named.open.append(Handout(storage, low, high, key, tensor.element_size()))
         if self.probe is not None:
             self.probe.handed_out(name, storage, low, high, tensor.dtype)

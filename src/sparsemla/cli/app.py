@@ -53,7 +53,8 @@ def _root(
 # Commands under construction are registered as soon as their module is there.
 for _name in ("check", "plan", "audit"):
     if importlib.util.find_spec(f"sparsemla.cli.{_name}") is not None:
-        app.command(_name)(getattr(importlib.import_module(f"sparsemla.cli.{_name}"), _name))
+        _module = importlib.import_module(f"sparsemla.cli.{_name}")
+        app.command(_name, context_settings=getattr(_module, "CONTEXT_SETTINGS", None))(getattr(_module, _name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
