@@ -13,6 +13,12 @@ from sparsemla.cli.app import main
 from sparsemla.cli.plan import human_bytes, parse_bytes
 from sparsemla.serving.config import PRESETS
 
+
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 LINE = ["plan", "--model", "glm-5.3", "--tp", "4", "--dcp", "4", "--max-model-len", "786432"]
 LINE += ["--max-num-batched-tokens", "8192", "--max-num-seqs", "32", "--spec-tokens", "3", "--cache-format"]
 LINE += ["fp8_ds_mla"]
@@ -138,7 +144,7 @@ def test_text_names_what_is_never_read(capsys: pytest.CaptureFixture[str]) -> No
         "109,056 KV tokens",
     ):
         assert expected in text
-    assert max(len(line) for line in text.splitlines()) <= 80  # no terminal: rich falls back to 80 columns
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 def test_text_of_a_plan_without_reservations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned bytes against measured bytes: builds a plan's backend on a GPU and runs it.
 
-Two steps are run: the *profile step* (one prefill of max_num_batched_tokens) and a *mixed step* (decodes and a prefill).
+Two steps are run: the *profile step* (one prefill of max_num_batched_tokens) and a *mixed step* (decodes, one prefill).
 What the GPU's allocator counts is compared with what was planned for the workspace and for the peak. Both have to agree
 within 1 %.
 """
