@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prove that no reserved byte is dead: what a run allocated, what of it was ever written, what of it was ever read.
 
 ```python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA caching allocator's own word on what it handed out.
 
 PyTorch can call Python at every allocation and release of the CUDA caching allocator (the hook behind its CUDA

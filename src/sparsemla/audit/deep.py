@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written and never read: the code runs again, once and more for each allocation, with that allocation
 corrupted.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The eye of the audit: a dispatch mode that stays open inside the operators it sees.
 
 A `TorchDispatchMode` is taken off while its handler runs, so the `at::empty` inside a compiled operator's kernel would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running code under the audit: once, twice with opposite sentinels, or again and again with one allocation
 corrupted."""
 # SPDX-License-Identifier: Apache-2.0

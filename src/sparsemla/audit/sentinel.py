@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sentinel: bytes laid into fresh memory, and the search for those still there afterwards.
 
 The pattern is a block of 131,071 random 8-byte words (a prime, so no power-of-two stride falls on its period), repeated
