@@ -14,7 +14,7 @@ import torch
 from generators import relative_error
 from sparsemla.cli.app import main
 from sparsemla.reference import reference_attention
-from test_architecture import MAY_IMPORT, PACKAGE, room_of, sources
+from test_architecture import MAY_IMPORT, PACKAGE, imported_rooms, room_of, sources
 
 ROOT = PACKAGE.parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +45,16 @@ def test_the_architecture_page_lists_the_rooms() -> None:
     listed = {name.rstrip("/").removesuffix(".py") for name in re.findall(r"^\| `([\w./]+)` \|", table, re.MULTILINE)}
     assert listed == set(MAY_IMPORT)
     assert listed == {room_of(path) for path in sources()}
+
+
+def test_arrows_of_the_picture_are_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    imports: dict[str, set[str]] = {}
+    for path in sources():
+        imports.setdefault(room_of(path), set()).update(imported_rooms(path))
+    arrows = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
+    assert len(arrows) >= 9
+    assert not [(start, end) for start, end in arrows if end not in imports[start]]
 
 
 def code_blocks(language: str) -> list[str]:
