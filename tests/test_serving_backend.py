@@ -463,3 +463,49 @@ def test_the_audit_names_the_dead_reservation(heads: int, device: torch.device) 
     mixed = decide(config, "flashmla").kind is PathKind.MIXED_FP8
     assert (prefill.dead == prefill.nbytes) is mixed
     assert ledger.region("attention/compact_output").dead < ledger.region("attention/compact_output").nbytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_position_past_the_end_finds_nothing_of_the_last_user(policy: str, device: torch.device) -> None:
+    """An engine should not name one; if it does, the answer is what the empty page gives, not the workspace's NaN."""
+    config = deployment(32)
+    case = make_case(config, device=device, query_lens=[9], seq_lens=[9], padded=9)
+    case.indices[:, 0] = 9
+    expected, _ = reference_attention(
+        case.q.cpu(),
+        _to_cpu(case.caches[0]),
+        case.indices.cpu(),
+        softmax_scale=SCALE,
+        block_table=case.tables[0].cpu(),
+        request_ids=torch.zeros(9, dtype=torch.int32),
+    )
+    out, _, _, _ = run(config, policy, case, device)
+    close(out, expected)
+
+
+def test_host_cache_and_shards_together(device: torch.device) -> None:
+    config = deployment(16, dcp=2, interleave=4, host_cache=True)
+    host_memory = torch.device("cpu")
+    case = make_case(config, device=device, world=2, q_heads=32, pool_device=host_memory)
+    path = decide(config, "sparsemla")
+    parts = []
+    for rank in range(2):
+        host = GatheredHostRecords(case.caches[rank], case.tables[rank], hot_records=5 * TOPK, device=device)
+        backend = SparseMLABackend(config, path, SharedWorkspace(device), softmax_scale=SCALE, rank=rank, host=host)
+        batch = Batch(case.query_lens, case.seq_lens, case.tables[rank].to(device), case.padded)
+        metadata = MetadataBuilder(config, path, device=device, rank=rank).build(batch)
+        out, lse = backend.forward(case.q, None, case.indices, metadata)
+        assert lse is not None
+        parts.append((out, lse))
+    out, lse = merge(parts)
+    close(out, case.out)
+    torch.testing.assert_close(lse, case.lse, atol=1e-4, rtol=1e-5)
+
+
+def test_host_records_refuse_what_they_cannot_hold() -> None:
+    cache = PagedKVCache.allocate(4, BLOCK, "fp8_ds_mla")
+    host = GatheredHostRecords(cache, torch.zeros((1, 4), dtype=torch.int32), hot_records=8)
+    with pytest.raises(ValueError, match="hot_records: got 8, accepted is at least topk = 9"):
+        host.rows_at_once(9)
+    with pytest.raises(ValueError, match="indices: got 3 rows, accepted are at most 2"):
+        host.bring(torch.zeros((3, 4), dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
