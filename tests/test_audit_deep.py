@@ -62,7 +62,8 @@ def test_reads_by_every_way_in_count(device: torch.device, dtype: torch.dtype) -
     ledger = audit.run(code, deep=True).ledger
     accused = [a for a in ledger.allocations if a.read == "never read" or (a.read == "unknown" and a.dead)]
     assert not accused, accused
-    assert {a.read for a in ledger.allocations if a.op != "aten::lift_fresh"} == {"read"}
+    tensors = [a for a in ledger.allocations if a.shape is not None and a.op != "aten::lift_fresh"]
+    assert {a.read for a in tensors} == {"read"}
     assert of(ledger, 52 * 4).never_written == 2 * 4
     assert of(ledger, 96 * dtype.itemsize).never_written == 48 * dtype.itemsize  # every other element, pass by pass
 

@@ -11,6 +11,7 @@ Tested with torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -179,22 +180,29 @@ def _numbers_for_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
     A kernel that wraps a number and calls the tensor overload is seen here with the number unwrapped again.
     """
+    found: list[str] = []
+    for position, (name, is_tensor) in enumerate(_signature(func)):
+        if is_tensor:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, (int, float, complex)):
+                found.append(name)
+    return frozenset(found)
+
+
+@functools.cache
+def _signature(func: OpOverload) -> tuple[tuple[str, bool], ...]:
+    """Arguments of an operator: name, and whether the schema says Tensor or Tensor?."""
     declared = func._schema.arguments
-    pairs: list[tuple[Any, Any]] = list(zip(args, declared, strict=False))
-    pairs += [(kwargs[a.name], a) for a in declared if a.name in kwargs]
-    return frozenset(a.name for value, a in pairs if isinstance(value, (int, float, complex)) and _is_tensor(a))
+    return tuple((a.name, str(a.type).removeprefix("Optional[").startswith("Tensor")) for a in declared)
 
 
-def _is_tensor(argument: Any) -> bool:
-    return str(argument.type).removeprefix("Optional[").startswith("Tensor")
-
-
+@functools.cache
 def _overload_taking(func: OpOverload, numbers: frozenset[str]) -> OpOverload:
     """The overload of the same operator with numbers declared at these arguments; `func` itself where there is none."""
-    want = [(a.name, a.name not in numbers and _is_tensor(a)) for a in func._schema.arguments]
+    want = tuple((name, is_tensor and name not in numbers) for name, is_tensor in _signature(func))
     for name in func.overloadpacket.overloads():
         other: OpOverload = getattr(func.overloadpacket, name)
-        if other is not func and [(a.name, _is_tensor(a)) for a in other._schema.arguments] == want:
+        if other is not func and _signature(other) == want:
             return other
     return func
 

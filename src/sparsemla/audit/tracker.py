@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -104,6 +105,7 @@ def call_stack() -> tuple[str, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4096)
 def _short(path: str) -> str:
     """A path as a reader knows it: from site-packages, or relative to the working directory."""
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
