@@ -17,7 +17,7 @@ help:
 	@echo "make clean    remove caches and .venv"
 
 check: $(VENV)/.run-stamp
-	$(BIN)/sparsemla check $(ARGS)
+	@$(BIN)/sparsemla check $(ARGS)
 
 test: $(VENV)/.dev-stamp
 	$(BIN)/python -m pytest $(ARGS)
