@@ -8,7 +8,6 @@ something (one line on standard error says what). ``SPARSEMLA_TRACEBACK=1`` show
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from sparsemla.cli import UserError
+from sparsemla.cli import UserError, audit, check, plan
 
 app = typer.Typer(
     name="sparsemla",
@@ -50,11 +49,9 @@ def _root(
         typer.echo(context.get_help())
 
 
-# Commands under construction are registered as soon as their module is there.
-for _name in ("check", "plan", "audit"):
-    if importlib.util.find_spec(f"sparsemla.cli.{_name}") is not None:
-        _module = importlib.import_module(f"sparsemla.cli.{_name}")
-        app.command(_name, context_settings=getattr(_module, "CONTEXT_SETTINGS", None))(getattr(_module, _name))
+app.command("check")(check.check)
+app.command("plan")(plan.plan)
+app.command("audit", context_settings=audit.CONTEXT_SETTINGS)(audit.audit)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,9 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -22,36 +23,34 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sparsemla.cli import UserError
-
-if TYPE_CHECKING:
-    import torch
-
-    from sparsemla.cli._check_run import FamilyReport, Needle
+from sparsemla.cli import _check_run as run
+from sparsemla.cli._check_models import FAMILIES, sizes_for
+from sparsemla.cli._check_run import FamilyReport, Needle
+from sparsemla.cli.profile_report import profile_command
 
 
 def check(
     device: Annotated[str, typer.Option(help="cpu: small models. cuda: the released models' attention sizes.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights and texts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Instead: planned against measured bytes of the serving layer, on a GPU.")
+    ] = False,
 ) -> None:
     """Generate with a model's own attention and with ours, and compare: tokens, logits, memory, needles.
 
     Exit status 1 where anything disagrees. Needs transformers; takes well under two minutes on two CPU cores.
     """
-    # Imported here: `sparsemla --help` must not wait for torch.
-    import torch
-
-    from sparsemla.cli._check_models import FAMILIES, sizes_for
-    from sparsemla.cli._check_run import forward_passes, run_family
-
     where = _device(device)
+    if profile:
+        raise typer.Exit(profile_command(device, as_json=as_json))
     sizes = sizes_for(where)
     started = time.monotonic()
     reports: list[FamilyReport] = []
-    with _progress(len(FAMILIES) * forward_passes(sizes)) as tick:
+    with _progress(len(FAMILIES) * run.forward_passes(sizes)) as tick:
         for family in FAMILIES:
             try:
-                reports.append(run_family(family, sizes, device=where, seed=seed, tick=tick(family.name)))
+                reports.append(run.run_family(family, sizes, device=where, seed=seed, tick=tick(family.name)))
             except torch.cuda.OutOfMemoryError:
                 raise UserError(
                     f"--device: got {device!r}, whose memory does not hold the full-size check (about 40 GB); "
@@ -67,8 +66,6 @@ def check(
 
 
 def _device(name: str) -> torch.device:
-    import torch
-
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -102,8 +99,6 @@ def _progress(total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
 
 
 def _about(device: torch.device, seed: int, seconds: float) -> dict[str, Any]:
-    import torch
-
     return {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -115,8 +110,6 @@ def _about(device: torch.device, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def _as_json(reports: list[FamilyReport], about: dict[str, Any], agreed: bool) -> dict[str, Any]:
-    from sparsemla.cli import _check_run as run
-
     return {
         "agreed": agreed,
         **about,
@@ -158,8 +151,8 @@ _EXPLANATION = {
     "  fp8": "Eager attention over those values against eager attention over a bf16 cache: what quantising costs, with "
     "no kernel of ours involved.",
     "  everything": "Against the untouched model, whose indexer then chooses another key now and then.",
-    "Scratch": "Bytes that one attention call (of one layer) allocates beyond its results while it runs. Bytes reserved "
-    "and never touched are dead memory, a fault.",
+    "Scratch": "Bytes that one attention call (of one layer) allocates beyond its results while it runs. Bytes "
+    "reserved and never touched are dead memory, a fault.",
     "Needle": "One planted key among random ones; retrieved if the model names it in the end.",
 }
 
@@ -216,8 +209,6 @@ class _Line:
 
 
 def _lines(report: FamilyReport) -> Iterator[_Line]:
-    from sparsemla.cli import _check_run as run
-
     yield _Line("Next tokens, our attention and the model's own")
     yield _Line("agreed", f"{report.tokens_agreed} of {report.tokens_compared}", "all but near ties", "tokens")
     yield _Line("near ties", str(report.near_ties))
