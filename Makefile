@@ -23,9 +23,11 @@ test: $(VENV)/.dev-stamp
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev-stamp
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@status=0; set -x; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/mypy || status=1; \
+	{ set +x; } 2>/dev/null; exit $$status
 
 format: $(VENV)/.dev-stamp
 	$(BIN)/ruff check --fix .
