@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {"formats", "cache", "schedule", "kernels", "attention"},
     "audit": set(),
     "integrations": {"formats", "cache", "schedule", "kernels", "attention", "serving"},
+    "bench": {"formats", "cache", "schedule", "reference", "kernels", "attention"},
     "cli": {
         "formats",
         "cache",
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serving",
         "audit",
         "integrations",
+        "bench",
     },
 }
 """Room → the rooms it may import (itself always). The package's __init__ looks names up lazily and is no room."""

@@ -36,8 +36,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from sparsemla.attention import sparse_mla_attention
 
+from sparsemla.attention import sparse_mla_attention
 from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat, ScaleStyle
 
