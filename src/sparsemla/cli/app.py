@@ -15,11 +15,11 @@ from typing import Annotated
 
 import typer
 
-from sparsemla.cli import UserError, audit, check, plan
+from sparsemla.cli import UserError, audit, bench, check, plan
 
 app = typer.Typer(
     name="sparsemla",
-    help="Sparse MLA attention from a paged, quantised KV cache: check it, plan its memory, audit a run.",
+    help="Sparse MLA attention from a paged, quantised KV cache: check it, plan its memory, audit a run, measure.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -52,6 +52,7 @@ def _root(
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.command("audit", context_settings=audit.CONTEXT_SETTINGS)(audit.audit)
+app.command("bench")(bench.bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
