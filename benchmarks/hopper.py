@@ -9,6 +9,7 @@ Writes into --out (default benchmarks/results), anew after every case, so that a
 * hopper-details.json: everything: each peer, spread, floors, notes;
 * hopper.png: speed-ups with the floors drawn in; hopper-roofline.png.
 
+``--prepare`` first compiles our kernels in one process a head count, at once; the budget does not count that.
 ``--merge`` keeps the rows of an earlier run of the same GPU and versions that this one does not measure again.
 Peers are found on PYTHONPATH; each that is missing or fails is one line. Exit status: 0; 1 when a result of ours is
 wrong or has no time; 2 for a wrong argument; 124 when a step hung and the process ended itself.
@@ -17,16 +18,21 @@ wrong or has no time; 2 for a wrong argument; 124 when a step hung and the proce
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from sparsemla import sparse_mla_attention
 from sparsemla.bench import peers, plot, readme, report, runner, shapes
 from sparsemla.formats import KVFormat
+
+_LONGEST_COMPILATION = 300.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=float, default=90, help="seconds after which a step counts as hung")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try the script")
     parser.add_argument("--no-plots", action="store_true")
+    parser.add_argument("--prepare", action="store_true", help="compile our kernels first, in parallel")
+    parser.add_argument("--prepare-only", action="store_true", help="compile our kernels, measure nothing")
     given = parser.parse_args(argv)
     try:
         return _run(given, ["python", "benchmarks/hopper.py", *(sys.argv[1:] if argv is None else argv)])
@@ -65,6 +73,10 @@ def _run(given: argparse.Namespace, command: list[str]) -> int:
     )
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: torch sees no GPU, accepted is a machine with one (or --device cpu, to try)")
+    if given.prepare_only:
+        return _compile(grid, formats, torch.device(given.device))
+    if given.prepare:
+        _compile_at_once(given, sorted({case.heads for case in grid}))
     details = given.out / readme.DETAILS
     earlier = None
     if given.merge and details.exists():
@@ -97,12 +109,40 @@ def _run(given: argparse.Namespace, command: list[str]) -> int:
     merged = results if earlier is None else earlier.merged(results)
     _summarise(merged, time.monotonic() - begin)
     if not given.no_plots:
-        for draw, name in ((plot.speedups, readme.PICTURE), (plot.roofline, "hopper-roofline.png")):
+        for draw, name in ((plot.speedups, readme.PICTURE), (plot.roofline, readme.ROOFLINE)):
             try:
                 draw(merged, given.out / name)
             except ValueError as error:
                 print(f"not drawn: {error}", flush=True)
     return 1 if any(row.ours.us is None for row in results.rows) else 0
+
+
+def _compile(grid: list[shapes.Case], formats: list[KVFormat], device: torch.device) -> int:
+    """Calls our kernel once for each case, over a small pool, so that its code is on disk."""
+    small = [dataclasses.replace(case, pool=shapes.BLOCK) for case in grid]
+    bank = shapes.Bank(device, small)
+    for case in dict.fromkeys(small):
+        problem = bank.problem(case, formats)
+        for fmt in formats:
+            if runner.serving_kernel(problem, fmt)[0] != "cpu":
+                cache, scale = problem.caches[fmt], problem.softmax_scale
+                sparse_mla_attention(problem.q, cache, problem.indices, softmax_scale=scale, out=problem.out)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 0
+
+
+def _compile_at_once(given: argparse.Namespace, heads: list[int]) -> None:
+    begin = time.monotonic()
+    common = [sys.executable, __file__, "--prepare-only", "--device", given.device, "--formats", given.formats]
+    common += ["--rows", given.rows, "--pools", "64", "--topk", str(given.topk)]
+    running = [subprocess.Popen([*common, "--heads", str(count)]) for count in heads]
+    for process in running:
+        try:
+            process.wait(timeout=max(_LONGEST_COMPILATION - (time.monotonic() - begin), 1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    print(f"prepared in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def _write(folder: Path, results: report.Results) -> None:

@@ -58,9 +58,7 @@ def invented(formats: tuple[str, ...] = ("fp8_ds_mla", "bf16")) -> Results:
                     d_qk=case.d_qk,
                     record_bytes=record_bytes,
                     flops=case.flops,
-                    ours=entry(
-                        OURS, fmt, ours, kernel="hopper", error=1.9e-3, lse_error=1e-6, transient_bytes=0, note=note
-                    ),
+                    ours=ours_entry,
                     peers=tuple(peers),
                     gather_us=bound.gather_us,
                     matrix_us=bound.matrix_us,

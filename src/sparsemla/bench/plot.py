@@ -89,9 +89,8 @@ def _draw_speedups(axis: Any, fmt: str, pool: int, rows: Sequence[Row]) -> None:
         ratio, best = row.ratio or 0.0, row.best
         colour = colours[heads.index(row.heads)]
         axis.bar(place, ratio, width * 0.92, color=colour, label=once(f"{row.heads} heads"), zorder=2)
-        axis.text(
-            place, ratio, f"{ratio:.2f}", ha="center", va="bottom", fontsize=6, rotation=90 if len(heads) > 5 else 0
-        )
+        ink = "white" if colours.index(colour) >= len(colours) - 2 else "black"
+        axis.text(place, 0.52, f"{ratio:.2f}", ha="center", va="bottom", fontsize=6, color=ink, zorder=5)
         if best is not None and best.us is not None:
             allowed = best.us / row.bound_us
             line = [place - width * 0.46, place + width * 0.46]

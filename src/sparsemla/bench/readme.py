@@ -17,6 +17,7 @@ RESULTS = Path("benchmarks") / "results"
 SHORT_FORM = "hopper.json"
 DETAILS = "hopper-details.json"
 PICTURE = "hopper.png"
+ROOFLINE = "hopper-roofline.png"
 NOT_MEASURED = "Not measured on a GPU yet: there are no results to quote."
 PEER_NAMES = {
     "flashmla_fp8": "FlashMLA fp8",
@@ -86,6 +87,9 @@ def full_block(root: Path) -> str:
                 "Prefill from the fp8 cache, against the best bf16 peer plus the least its bf16 copy of the pool takes "
                 f"(the bytes at the copy's rate): {listed}."
             )
+    for name in (PICTURE, ROOFLINE):
+        if (root / RESULTS / name).exists():
+            parts.append(f"![{name}](../{(RESULTS / name).as_posix()})")
     if results.notes:
         parts.append("\n".join(["Notes of the run:", "", *(f"- {note}" for note in results.notes)]))
     return "\n\n".join(parts) + "\n"

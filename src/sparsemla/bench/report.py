@@ -329,7 +329,7 @@ def _table(fmt: str, pool: int, rows: Sequence[Row]) -> Table:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     titles = ["T", "h", "ours µs", "±"]
     titles += ["best µs", "by", "ratio", "FM"] if compared else []
