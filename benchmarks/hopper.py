@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -103,7 +102,7 @@ def _run(given: argparse.Namespace, command: list[str]) -> int:
         budget_s=given.budget,
         step_s=given.step,
         cold=given.cold,
-        command=shlex.join(command).replace(shlex.join(["--out", str(given.out)]), "").replace("  ", " ").strip(),
+        command=report.quotable(command),
     )
     results = runner.run(settings, on_rows=save)
     merged = results if earlier is None else earlier.merged(results)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import sys
 import threading
@@ -285,6 +287,92 @@ def test_samples_alternate() -> None:
     assert all(isinstance(t, timing.Timing) and t.samples == 3 for t in made.values())
 
 
+class FakeCuda:
+    """Enough of torch.cuda to follow what is captured and replayed; a replay takes as many ms as it has calls."""
+
+    def __init__(self) -> None:
+        self.clock, self.log, self.capturing = 0.0, [], None
+        self.CUDAGraph, self.Event, self.Stream = lambda: FakeGraph(self), lambda **_: FakeEvent(self), lambda: self
+        self.stream = contextlib.nullcontext
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    def synchronize(self, device: Any = None) -> None:
+        self.log.append("wait")
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def current_stream(self) -> FakeCuda:
+        return self
+
+    def _sleep(self, cycles: int) -> None:
+        self.log.append("sleep")
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.calls = cuda, []
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert not gc.isenabled() and pool == (0, 1)
+        self.cuda.capturing = self
+
+    def capture_end(self) -> None:
+        self.cuda.capturing = None
+
+    def replay(self) -> None:
+        self.cuda.clock += len(self.calls)
+        self.cuda.log.append("".join(sorted(set(self.calls))))
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.at = cuda, 0.0
+
+    def record(self) -> None:
+        self.at = self.cuda.clock
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_graphs_are_replayed_in_turn_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(timing, "_cuda", cuda)
+
+    def refuses() -> None:
+        raise ValueError("cannot be captured")
+
+    runs: dict[str, timing.Run] = {
+        "a": lambda: cuda.capturing.calls.append("a"),
+        "b": lambda: cuda.capturing.calls.extend("bb"),
+        "c": refuses,
+    }
+    made = timing.alternate(runs, timing.Effort(3, 5), torch.device("cuda"))
+    assert made["c"] == "no graph: ValueError: cannot be captured"
+    a, b = made["a"], made["b"]
+    assert isinstance(a, timing.Timing) and isinstance(b, timing.Timing)
+    assert (a.median_us, b.median_us, a.samples, a.calls) == (1000, 2000, 3, 5)
+    assert cuda.log[-8:] == ["sleep", *"abbaab", "wait"]
+    assert cuda.capturing is None and gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_its_floors() -> None:
+    """Ours, the peers that are there, floors: on the device, in graphs."""
+    device = torch.device("cuda")
+    found, missing = peers.find("auto")
+    grid = cases([16, 64], [Batch(1, 1), Batch(4, 2)], [4096], topk=512)
+    settings_ = runner.Settings(device=device, cases=grid, formats=[FP8], peers=found, missing=missing)
+    for row in runner.run(settings_).rows:
+        assert row.ours.timing is not None or row.ours.note.startswith("no compiled kernel"), row.ours.note
+        assert row.ours.transient_bytes in (0, None)
+        for peer in row.peers:
+            assert peer.us is not None, peer
+
+
 def test_median_and_spread() -> None:
     made = timing.summarise([float(n) for n in (9, 1, 2, 3, 4, 5, 6, 7, 8, 0, 10)], 4)
     assert (made.median_us, made.low_us, made.high_us, made.samples, made.calls) == (5, 1, 9, 11, 4)
@@ -391,6 +479,11 @@ def test_merging_keeps_what_was_not_measured_again() -> None:
     assert [row.key for row in merged.rows] == [row.key for row in results.rows]  # in the grid's order
     with pytest.raises(ValueError, match="gpu was Invented GPU and is Another"):
         results.merged(dataclasses.replace(results, gpu="Another"))
+
+
+def test_a_quoted_command_names_no_folder_of_this_machine() -> None:
+    command = ["python", "benchmarks/hopper.py", "--out", "/tmp/x", "--fa3-library", "/opt/site/lib.so", "--heads", "8"]
+    assert report.quotable(command) == "python benchmarks/hopper.py --fa3-library lib.so --heads 8"
 
 
 def test_tables_fit_eighty_columns() -> None:

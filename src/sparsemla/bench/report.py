@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,6 +277,17 @@ def short_form(results: Results) -> dict[str, Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def quotable(command: Sequence[str]) -> str:
+    """A command line without the folders of this machine, and without where its files went."""
+    shown: list[str] = []
+    for word in command:
+        if shown and shown[-1] == "--out":
+            shown.pop()
+        else:
+            shown.append(word.rsplit("/", 1)[-1] if word.startswith(("/", "..", "~")) else word)
+    return shlex.join(shown)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

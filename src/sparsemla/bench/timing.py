@@ -75,12 +75,12 @@ def alternate(
         try:
             graphs[name] = capture(run, effort.calls, pool)
         except Exception as error:
-            torch.cuda.synchronize()
+            _cuda.synchronize()
             found[name] = f"no graph: {one_line(error)}"
-    flush = torch.empty(_FLUSH_BYTES if cold else 0, dtype=torch.uint8, device=device)
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cold else None
     for graph in graphs.values():
         graph.replay()
-    torch.cuda.synchronize()
+    _cuda.synchronize()
 
     names = list(graphs)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
@@ -88,14 +88,14 @@ def alternate(
     for turn in range(effort.samples):
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
-            if cold:
+            if flush is not None:
                 flush.zero_()
             begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
             begin.record()
             graphs[name].replay()
             end.record()
             events[name].append((begin, end))
-    torch.cuda.synchronize()
+    _cuda.synchronize()
     for name, pairs in events.items():
         samples = [begin.elapsed_time(end) * 1000 / effort.calls for begin, end in pairs]
         found[name] = summarise(samples, effort.calls)
@@ -108,14 +108,14 @@ def capture(run: Run, calls: int, pool: Any = None) -> torch.cuda.CUDAGraph:
     Raises:
         Exception: whatever `run` raises, or torch where `run` did what cannot be captured.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph: torch.cuda.CUDAGraph = _cuda.CUDAGraph()
     stream = _cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(_cuda.current_stream())
     # torch.cuda.graph would collect garbage and empty the allocator's cache each time: seconds over a grid.
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.stream(stream):
+        with _cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 for _ in range(calls):
@@ -128,7 +128,7 @@ def capture(run: Run, calls: int, pool: Any = None) -> torch.cuda.CUDAGraph:
     finally:
         if collecting:
             gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
+    _cuda.current_stream().wait_stream(stream)
     return graph
 
 
@@ -155,12 +155,12 @@ def transient_bytes(run: Run, device: torch.device) -> int | None:
     """Bytes that one call takes from torch's allocator at its peak; None on a CPU, where torch does not count."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    _cuda.synchronize(device)
+    _cuda.reset_peak_memory_stats(device)
+    before = int(_cuda.memory_allocated(device))
     kept = run()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+    _cuda.synchronize(device)
+    peak = int(_cuda.max_memory_allocated(device))
     del kept
     return peak - before
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``sparsemla check | plan | audit``.
+"""The command line: ``sparsemla check | plan | audit | bench``.
 
 Each command lives in a module of its own; :mod:`sparsemla.cli.app` registers them and turns what a user did wrong
 into one line on standard error and exit status 2.

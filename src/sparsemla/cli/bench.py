@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +92,7 @@ def bench(
         missing=missing,
         budget_s=budget,
         cold=cold,
-        command=shlex.join(["sparsemla", *sys.argv[1:]]),
+        command=report.quotable(["sparsemla", *sys.argv[1:]]),
     )
 
     def save(results: report.Results) -> None:
