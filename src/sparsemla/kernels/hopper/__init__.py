@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA attention on Hopper (SM90), written in the CuTe DSL. `registry.py` calls `why_not` and `run`.
+
+Nothing is allocated: a token that is cut over several SMs is cut over a thread-block cluster and combined in distributed shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparsemla.formats import KVFormat
+from sparsemla.kernels.hopper.build import Variant
+from sparsemla.kernels.hopper.launch import Loaded, load
+from sparsemla.kernels.hopper.params import Arguments, magic
+
+if TYPE_CHECKING:
+    from sparsemla.kernels.call import AttentionCall
+
+FORMATS = (KVFormat.FP8_DS_MLA, KVFormat.FP8_NOPE)
+BLOCK = 64
+TILE_HEADS = (8, 16, 32, 64)
+TRACE = 0
+CLUSTERS = (1, 2, 4, 8, 16)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why this kernel does not serve a call; None when it does."""
+    index = call.device.index if call.device.index is not None else torch.cuda.current_device()
+    if _capability(index) != (9, 0):
+        return f"needs compute capability 9.0, device {index} has {'.'.join(map(str, _capability(index)))}"
+    layout = call.cache.layout
+    if layout.format not in FORMATS:
+        return f"serves {', '.join(f.value for f in FORMATS)}, the cache is {layout.format.value}"
+    if call.extra is not None and call.extra.cache.layout.format is not layout.format:
+        return "serves an extra cache of the cache's own format only"
+    for name, tensor in (("q_nope", call.q_nope), ("q_rope", call.q_rope)):
+        if tensor is not None and (tensor.data_ptr() % 16 or tensor.stride(0) % 8 or tensor.stride(1) % 8):
+            return f"needs {name} aligned to 16 bytes in every row, its strides are {tuple(tensor.stride())}"
+    if call.out.data_ptr() % 16 or call.out.stride(0) % 8 or call.out.stride(1) % 8:
+        return f"needs out aligned to 16 bytes in every row, its strides are {tuple(call.out.stride())}"
+    return None
+
+
+def scratch_bytes(call: AttentionCall) -> int:
+    """Global memory beyond out and lse: none, split or not."""
+    return 0
+
+
+# Microseconds on an H200, from the runs in docs/kernel-log.md: a tile's start and end, a block of 64 keys, and what combining 16 CTAs adds.
+_FIXED = {8: 6.5, 16: 7.5, 32: 8.0, 64: 17.0}
+_BLOCK = {8: 1.6, 16: 1.65, 32: 2.05, 64: 2.3}
+_COMBINE = {8: 0.0, 16: 1.0, 32: 3.0, 64: 3.0}
+
+
+def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) -> tuple[int, int]:
+    """Heads a tile and CTAs a tile: the least estimated time.
+
+    Few rows leave most of the GPU idle: then small tiles of heads that each read the records again are faster than one large tile, and a
+    tile is cut over a cluster. Many rows fill it: then the largest tile that the heads fill reads the records least often.
+
+    Args:
+        rows: query rows.
+        heads: query heads.
+        blocks: key blocks of 64 a row.
+        sms: multiprocessors of the device.
+        split: whether a row's keys may be cut at all.
+    """
+    # Clusters that run at once: measured on 132 multiprocessors, where 16 CTAs need a whole partition of the chip.
+    active = {1: sms, 2: sms // 2, 4: sms * 30 // 132, 8: sms * 15 // 132, 16: sms * 7 // 132}
+
+    def time(option: tuple[int, int]) -> tuple[float, int, int]:
+        tile, cluster = option
+        waves = -(-rows * -(-heads // tile) // active[cluster])
+        once = _FIXED[tile] + _BLOCK[tile] * -(-blocks // cluster) + (_COMBINE[tile] if cluster == 16 else 0.0)
+        return waves * once, cluster, tile
+
+    if not split:  # the same bits whatever else is in the batch: the tile depends on the heads alone
+        return next(t for t in TILE_HEADS if heads <= t or t == TILE_HEADS[-1]), 1
+    return min(((t, c) for t in TILE_HEADS if t < 2 * heads or t == TILE_HEADS[0] for c in CLUSTERS if active[c]), key=time)
+
+
+@functools.cache
+def _sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def run(call: AttentionCall) -> None:
+    """Fills call.out and call.lse."""
+    rows, heads = call.num_rows, call.num_heads
+    if rows == 0:
+        return
+    index = call.device.index if call.device.index is not None else torch.cuda.current_device()
+    rope = call.q_rope is not None
+    blocks = -(-call.topk // BLOCK) + -(-call.extra_topk // BLOCK)
+    split = call.schedule is None or not call.schedule.nothing_split
+    tile_heads, cluster = choose(rows, heads, blocks, _sms(index), split=split)
+    head_tiles = -(-heads // tile_heads)
+    tiles = rows * head_tiles
+    kernel = load(Variant("sparse", tile_heads, rope, cluster, bool(TRACE)), index)
+    clusters = min(tiles, kernel.active_clusters) if cluster == 1 else tiles
+    kernel.launch(clusters, arguments(call, head_tiles, tiles), torch.cuda.current_stream(index).cuda_stream)
+
+
+def arguments(call: AttentionCall, head_tiles: int, tiles: int) -> Arguments:
+    """The parameter list of one launch."""
+    cache, extra = call.cache, call.extra
+    shard_rank, shard_world, interleave = call.context_shard or (0, 1, 1)
+    block = cache.block_size
+    extra_block = 1 if extra is None else extra.cache.block_size
+    q_rope = call.q_nope if call.q_rope is None else call.q_rope
+
+    def address(tensor: torch.Tensor | None) -> int:
+        return 0 if tensor is None else tensor.data_ptr()
+
+    return Arguments(
+        {
+            "q_nope": call.q_nope.data_ptr(),
+            "q_nope_token": call.q_nope.stride(0) * 2,
+            "q_nope_head": call.q_nope.stride(1) * 2,
+            "q_rope": q_rope.data_ptr(),
+            "q_rope_token": q_rope.stride(0) * 2,
+            "q_rope_head": q_rope.stride(1) * 2,
+            "out": call.out.data_ptr(),
+            "out_token": call.out.stride(0) * 2,
+            "out_head": call.out.stride(1) * 2,
+            "lse": call.lse.data_ptr(),
+            "lse_token": call.lse.stride(0) * 4,
+            "lse_head": call.lse.stride(1) * 4,
+            "cache": cache.data.data_ptr(),
+            "page_stride": cache.page_stride_bytes,
+            "indices": call.indices.data_ptr(),
+            "indices_stride": call.indices.stride(0) * 4,
+            "topk_lengths": address(call.topk_lengths),
+            "block_table": address(call.block_table),
+            "table_stride": 0 if call.block_table is None else call.block_table.stride(0) * 4,
+            "request_ids": address(call.request_ids),
+            "sink": address(call.attn_sink),
+            "extra_cache": 0 if extra is None else extra.cache.data.data_ptr(),
+            "extra_page_stride": 0 if extra is None else extra.cache.page_stride_bytes,
+            "extra_indices": 0 if extra is None else extra.indices.data_ptr(),
+            "extra_indices_stride": 0 if extra is None else extra.indices.stride(0) * 4,
+            "extra_lengths": 0 if extra is None else address(extra.topk_lengths),
+            "block_size": block,
+            "block_magic": magic(block)[0],
+            "block_shift": magic(block)[1],
+            "slots": cache.num_slots,
+            "pages": cache.num_pages,
+            "record_bytes": cache.record_stride_bytes,
+            "topk": call.topk,
+            "table_columns": 0 if call.block_table is None else call.block_table.shape[1],
+            "num_requests": 0 if call.block_table is None else call.block_table.shape[0],
+            "shard_rank": shard_rank,
+            "shard_world": shard_world,
+            "shard_interleave": interleave,
+            "extra_block": extra_block,
+            "extra_magic": magic(extra_block)[0],
+            "extra_shift": magic(extra_block)[1],
+            "extra_slots": 0 if extra is None else extra.cache.num_slots,
+            "extra_topk": call.extra_topk,
+            "heads": call.num_heads,
+            "head_tiles": head_tiles,
+            "tiles": tiles,
+            "scale_log2": call.softmax_scale * math.log2(math.e),
+            "trace": TRACE,
+        }
+    )
+
+
+__all__ = ["Loaded", "arguments", "choose", "run", "scratch_bytes", "why_not"]

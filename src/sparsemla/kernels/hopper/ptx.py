@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PTX instructions the Hopper kernels are made of, one Python function each.
+
+Addresses: global ones are Int64 byte addresses, shared ones Int32 byte addresses in this CTA's shared window. A predicate is an Int32 that is
+zero for false. Instruction semantics: PTX ISA, sections "Data Movement and Conversion" and "Warp-level matrix store".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute import arch
+
+
+def ldg128(address: Any, predicate: Any) -> tuple[Any, Any, Any, Any]:
+    """16 bytes from global memory as four words, zeros where the predicate is false (nothing is read then)."""
+    return arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @p ld.global.L1::no_allocate.L2::128B.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, predicate],
+    )
+
+
+def ldg128_always(address: Any) -> tuple[Any, Any, Any, Any]:
+    """16 bytes from global memory as four words."""
+    return arch.inline_ptx(
+        "ld.global.L1::no_allocate.L2::128B.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def ldg_i32(address: Any, predicate: Any, otherwise: int) -> Any:
+    """One int32 from global memory, or `otherwise`."""
+    return arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b32 {{$w0}}, {otherwise}; @p ld.global.b32 {{$w0}}, [{{$r0}}]; }}",
+        write_only_types=[Int32],
+        read_only_args=[address, predicate],
+    )
+
+
+def ldg_f32(address: Any) -> Any:
+    """One float32 from global memory."""
+    return arch.inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def stg_b32(address: Any, value: Any, predicate: Any) -> None:
+    """Four bytes to global memory where the predicate holds."""
+    arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r2}, 0; @p st.global.b32 [{$r0}], {$r1}; }",
+        read_only_args=[address, value, predicate],
+    )
+
+
+def stg128(address: Any, v: Any, predicate: Any) -> None:
+    """16 bytes to global memory where the predicate holds."""
+    arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r5}, 0; @p st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }; }",
+        read_only_args=[address, v[0], v[1], v[2], v[3], predicate],
+    )
+
+
+def stg_f32(address: Any, value: Any) -> None:
+    """One float32 to global memory."""
+    arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def sts128(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """16 bytes to shared memory."""
+    arch.inline_ptx("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d])
+
+
+def sts_f32(address: Any, value: Any) -> None:
+    """One float32 to shared memory."""
+    arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def sts_v2f32(address: Any, a: Any, b: Any) -> None:
+    """Two float32 to shared memory."""
+    arch.inline_ptx("st.shared.v2.f32 [{$r0}], { {$r1}, {$r2} };", read_only_args=[address, a, b])
+
+
+def lds_f32(address: Any) -> Any:
+    """One float32 from shared memory."""
+    return arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def lds_v2f32(address: Any) -> tuple[Any, Any]:
+    """Two float32 from shared memory."""
+    return arch.inline_ptx(
+        "ld.shared.v2.f32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+def lds_v4f32(address: Any) -> tuple[Any, Any, Any, Any]:
+    """Four float32 from shared memory."""
+    return arch.inline_ptx(
+        "ld.shared.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def mapa(address: Any, rank: Any) -> Any:
+    """The address of the same shared-memory place in CTA `rank` of this cluster."""
+    return arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def lds_cluster_v2f32(address: Any) -> tuple[Any, Any]:
+    """Two float32 from the shared memory of any CTA of the cluster."""
+    return arch.inline_ptx(
+        "ld.shared::cluster.v2.f32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+def e4m3x4_to_f16x4(word: Any) -> tuple[Any, Any]:
+    """Four e4m3 values (one word) to two f16x2 words, exactly."""
+    return arch.inline_ptx(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[word],
+    )
+
+
+def pack_f16x2(low: Any, high: Any) -> Any:
+    """Two float32 to one f16x2 word, round to nearest even."""
+    return arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def pack_bf16x2(low: Any, high: Any) -> Any:
+    """Two float32 to one bf16x2 word, round to nearest even."""
+    return arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def bits_to_f32(word: Any) -> Any:
+    """The float32 with these bits."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+def f32_to_bits(value: Any) -> Any:
+    """The bits of a float32."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def exp2(x: Any) -> Any:
+    """2**x, approximate to 2 ulp; 0 at -inf."""
+    return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def log2(x: Any) -> Any:
+    """log2(x), approximate; -inf at 0."""
+    return arch.inline_ptx("lg2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def fmax(a: Any, b: Any) -> Any:
+    """The larger of two float32; a NaN loses."""
+    return arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def stmatrix_x4(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
+    arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def stmatrix_x4_trans(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four transposed 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
+    arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def stmatrix_x2_trans(address: Any, a: Any, b: Any) -> None:
+    """Two transposed 8x8 matrices of 16-bit values to shared memory; lanes 0 to 15 give the row addresses."""
+    arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], { {$r1}, {$r2} };", read_only_args=[address, a, b]
+    )
+
+
+def widen(value: Any) -> Any:
+    """Int32 to Int64, sign kept."""
+    return Int64(value)
+
+
+def divide(n: Any, multiplier: Any, shift: Any) -> Any:
+    """n // divisor for 0 <= n < 2**31, with the numbers of `params.magic`."""
+    return arch.inline_ptx(
+        "{ .reg .b32 t; mul.hi.u32 t, {$r0}, {$r1}; add.u32 t, t, {$r0}; shr.u32 {$w0}, t, {$r2}; }",
+        write_only_types=[Int32],
+        read_only_args=[n, multiplier, shift],
+    )
+
+
+def cp_async16(target: Any, address: Any, predicate: Any) -> None:
+    """Starts a copy of 16 bytes from global to shared memory; zeros arrive where the predicate is false (nothing is read then)."""
+    arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, {$r2}, 0; selp.b32 n, 16, 0, p;"
+        " cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, n; }",
+        read_only_args=[target, address, predicate],
+    )
+
+
+def sts_i32(address: Any, value: Any) -> None:
+    """Four bytes to shared memory."""
+    arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def lds_i32(address: Any) -> Any:
+    """Four bytes from shared memory."""
+    return arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def lds128(address: Any) -> tuple[Any, Any, Any, Any]:
+    """16 bytes from shared memory as four words."""
+    return arch.inline_ptx(
+        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def mul_f16x2(a: Any, b: Any) -> Any:
+    """Two products of f16 in one word each."""
+    return arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def barrier_or(index: int, threads: int, value: Any) -> Any:
+    """Meets `threads` threads at a named barrier; 1 if `value` was not 0 in any of them."""
+    return arch.inline_ptx(
+        "{ .reg .pred p, q; setp.ne.b32 p, {$r0}, 0;"
+        f" barrier.cta.red.or.aligned.pred q, {index}, {threads}, p; selp.b32 {{$w0}}, 1, 0, q; }}",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
+def lds_cluster_v4f32(address: Any) -> tuple[Any, Any, Any, Any]:
+    """Four float32 from the shared memory of any CTA of the cluster."""
+    return arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def stg64(address: Any, a: Any, b: Any) -> None:
+    """Eight bytes to global memory."""
+    arch.inline_ptx("st.global.v2.b32 [{$r0}], { {$r1}, {$r2} };", read_only_args=[address, a, b])
+
+
+def prefetch_l2(address: Any) -> None:
+    """Asks the L2 cache for the line at a global address."""
+    arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def opaque(value: Any) -> Any:
+    """The same Int32, as a value the compiler knows nothing about: what is computed from it is not kept in registers outside its use."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def bulk_copy(target: Any, address: Any, size: int, barrier: Any) -> None:
+    """Starts a copy of `size` bytes (a multiple of 16) from global to shared memory by the bulk copy engine; `barrier` counts the bytes."""
+    arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, address, Int32(size), barrier],
+    )
