@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ QUICK = dataclasses.replace(
     models.SMALL, layers=2, prompts=(170, 131), new_tokens=4, chunk=90, haystack=256, haystack_chunk=128
 )
 """128 keys kept of up to 173: still sparse, and enough keys for a split."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the command does: many small operations, slower on two threads of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -75,6 +85,13 @@ def test_sound_code_agrees(family: models.Family, seed: int) -> None:
     assert found.tokens_compared == 8
     assert found.keys_chosen_alike > 0.98
     assert found.logit_difference_own > found.logit_difference_kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", models.FAMILIES, ids=lambda family: family.name)
+def test_sound_code_agrees_on_a_gpu(family: models.Family) -> None:
+    found = run.run_family(family, QUICK, device=torch.device("cuda"), seed=0, tick=lambda _doing: None)
+    assert failed(found) == set()
 
 
 def test_every_pass_ticks() -> None:
@@ -164,7 +181,7 @@ def test_the_report_reads(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         r"GLM-MoE-DSA: transformers' GlmMoeDsaForCausalLM, random weights, 2 layers, 8 heads",
         r"agreed +8 of 8 ok +all but near ties",
         r"our kernel's arithmetic +0\.0\d+% ok +up to 0\.1%",
-        r"fp8 instead of a bf16 cache +\d\.\d+% ok +up to 3\.0%",
+        r"fp8 instead of bf16 cache +\d\.\d+% ok +up to 2\.0%",
         r"bytes a token and layer +656",
         r"touched +[\d,]+ ok +all reserved",
         r"at 90% of the text +retrieved ok",

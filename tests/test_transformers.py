@@ -40,8 +40,11 @@ def glm(models: dict[str, Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def _inference(models: dict[str, Any]) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations, slower on two threads of a busy machine
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
     for one in models.values():
         assert "_sparsemla_attachment" not in one.__dict__, "a test left a model attached"
 

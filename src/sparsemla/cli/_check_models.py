@@ -7,7 +7,7 @@ geometry.
 
 Two choices keep the comparison about attention. Every expert is used (k of k), so that a difference in the tenth digit
 cannot send a token to another expert. And each attention and MLP block adds `SHARE` of the residual stream's size:
-enough that a wrong attention is seen in the logits at a hundred times the limit, about what a trained layer adds.
+about what a trained layer adds, and enough that a wrong attention moves the logits by many times what is accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from sparsemla.cli import UserError
 
-SHARE = 0.1
+SHARE = 0.07
 """Size (root mean square) of what one attention or MLP block adds, relative to the stream it is added to."""
 
 QUESTION = 1

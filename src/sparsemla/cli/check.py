@@ -47,7 +47,7 @@ def check(
     sizes = sizes_for(where)
     started = time.monotonic()
     reports: list[FamilyReport] = []
-    with _progress(len(FAMILIES) * run.forward_passes(sizes)) as tick:
+    with _threads(where), _progress(len(FAMILIES) * run.forward_passes(sizes)) as tick:
         for family in FAMILIES:
             try:
                 reports.append(run.run_family(family, sizes, device=where, seed=seed, tick=tick(family.name)))
@@ -78,6 +78,19 @@ def _device(name: str) -> torch.device:
 
 
 @contextmanager
+def _threads(device: torch.device) -> Iterator[None]:
+    """One thread on the CPU. The operations are small: two threads gain little when the machine is idle, and on a busy
+    one, where they wait for each other's time slices, they take ten times as long."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
     """A bar on standard error (a line a family where that is no terminal); gives a tick function for each family."""
     console = Console(stderr=True)
@@ -102,7 +115,6 @@ def _about(device: torch.device, seed: int, seconds: float) -> dict[str, Any]:
     return {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in ("sparsemla", "torch", "transformers")},
         "seed": seed,
         "seconds": round(seconds, 1),
@@ -143,14 +155,15 @@ def _print(reports: list[FamilyReport], about: dict[str, Any], agreed: bool) -> 
 
 
 _EXPLANATION = {
-    "Next tokens": "Both generate greedily. A near tie is a token whose two best logits lie closer than fp8 "
-    "rounding moves them: it may go either way and is not counted as a disagreement.",
+    "Next tokens": "Of the model on its own attention and on ours, both greedy. A near tie is a token whose two best "
+    "logits lie closer than fp8 rounding moves them: it may go either way and is not counted as a disagreement.",
     "Logits": "The largest difference of any position and word, relative to the largest logit.",
     "  arithmetic": "Ours against the model's eager attention over the very values that our cache holds, with the same "
     "keys chosen. What is left is our kernel's arithmetic.",
     "  fp8": "Eager attention over those values against eager attention over a bf16 cache: what quantising costs, with "
     "no kernel of ours involved.",
     "  everything": "Against the untouched model, whose indexer then chooses another key now and then.",
+    "Cache": "A latent is what the cache keeps of a token; its error is that of the fp8 values, root mean square.",
     "Scratch": "Bytes that one attention call (of one layer) allocates beyond its results while it runs. Bytes "
     "reserved and never touched are dead memory, a fault.",
     "Needle": "One planted key among random ones; retrieved if the model names it in the end.",
@@ -209,13 +222,13 @@ class _Line:
 
 
 def _lines(report: FamilyReport) -> Iterator[_Line]:
-    yield _Line("Next tokens, our attention and the model's own")
+    yield _Line("Next tokens")
     yield _Line("agreed", f"{report.tokens_agreed} of {report.tokens_compared}", "all but near ties", "tokens")
     yield _Line("near ties", str(report.near_ties))
-    yield _Line("Logits, largest difference")
+    yield _Line("Logits")
     yield _Line("our kernel's arithmetic", *_share(report.logit_difference_kernel, run.KERNEL_LIMIT), "kernel")
     yield _Line(
-        "fp8 instead of a bf16 cache",
+        "fp8 instead of bf16 cache",
         *_share(report.logit_difference_quantisation, run.QUANTISATION_LIMIT),
         "quantisation",
     )
@@ -223,19 +236,19 @@ def _lines(report: FamilyReport) -> Iterator[_Line]:
     yield _Line("keys chosen alike", f"{report.keys_chosen_alike:.2%}")
     yield _Line("Cache")
     yield _Line("bytes a token and layer", f"{report.cache_bytes_per_token_layer:,}")
-    yield _Line("bytes a token and layer in bf16", f"{report.bf16_bytes_per_token_layer:,}")
-    yield _Line("error of a cached latent (rms)", *_share(report.record_error, run.RECORD_LIMIT), "records")
-    yield _Line("Scratch of one attention call")
+    yield _Line("the same in bf16", f"{report.bf16_bytes_per_token_layer:,}")
+    yield _Line("error of a latent (rms)", *_share(report.record_error, run.RECORD_LIMIT), "records")
+    yield _Line("Scratch of one call, bytes")
     for one in report.scratch:
-        yield _Line(f"{one.call} ({one.query_rows:,} queries): reserved", f"{one.reserved_bytes:,}")
+        yield _Line(f"{one.call}: reserved", f"{one.reserved_bytes:,}")
         yield _Line("  touched", f"{one.touched_bytes:,}", "all reserved", "scratch")
-        yield _Line("  of it accumulators", f"{one.accumulator_bytes:,}")
-    yield _Line("answer with keys split against whole", *_share(report.split_difference, run.SPLIT_LIMIT), "split")
-    yield _Line(f"Needle among {report.haystack:,} tokens")
+        yield _Line("  of them accumulators", f"{one.accumulator_bytes:,}")
+    yield _Line("split against whole", *_share(report.split_difference, run.SPLIT_LIMIT), "split")
+    yield _Line(f"Needle in {report.haystack:,} tokens")
     for needle in report.needles:
         yield _Line(f"at {needle.depth:.0%} of the text", _found(needle), "retrieved", "needles")
-    yield _Line("The model after detaching")
-    yield _Line("its own answers", "same bits" if report.restored else "changed", "same bits", "restored")
+    yield _Line("After detaching")
+    yield _Line("the model's own answers", "same bits" if report.restored else "changed", "same bits", "restored")
 
 
 def _share(measured: float, limit: float) -> tuple[str, str]:
