@@ -7,6 +7,8 @@ import os
 
 # Before torch is imported: many small tests run slower, not faster, on many threads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that wait by spinning take the cores from those that work wherever the machine does something else as well.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest
