@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device code: the attention kernel. One program takes one query row, one tile of its heads and one piece of its keys.
+
+The same kernel serves decode, prefill and mixed batches. It walks over the keys of the call's cache and then over
+those of the extra cache, tile by tile, and leaves either the answer or, for a piece of a split row, a partial answer
+in the accumulators, which combine.py merges.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparsemla.kernels.triton.keys import (
+    BF16,
+    FLOAT32_SCALES,
+    V4,
+    bias_of,
+    fetch,
+    locate,
+    operands,
+)
+from sparsemla.kernels.triton.query import load_query, query_factor
+from sparsemla.kernels.triton.softmax import (
+    add_values,
+    refer,
+    score,
+    sink_gate,
+    times,
+    to_bfloat16,
+    unreferred,
+    weigh,
+)
+
+# How work is handed out.
+WHOLE = tl.constexpr(0)  # a program a row
+UNIFORM = tl.constexpr(1)  # every row in the same number of pieces
+TABLE = tl.constexpr(2)  # a table of pieces, from a plan
+
+BLOCK = tl.constexpr(64)
+"""Keys of one block of a plan (schedule.BLOCK_KEYS)."""
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _length(lengths, row, limit):
+    """Columns of a row that count, in [0, limit]."""
+    if lengths is not None:
+        return tl.minimum(tl.maximum(tl.load(lengths + row), 0), limit)
+    else:
+        return limit
+
+
+@triton.jit
+def walk(
+    # the running softmax and output
+    top, total, reference, out0, out1, out2, out3, out4,
+    # queries
+    nope, nope_head, rope, rope_head, heads, wanted, power, factor,
+    # keys
+    pool, page_stride, last_slot, block_size, block_magic, block_shift, index_row, begin, end,
+    table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
+    # the format
+    KIND: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    # the variant
+    POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Adds columns begin to end of one set of keys to the running softmax and output."""
+    half: tl.constexpr = KIND != BF16
+    last: tl.constexpr = 64 if KIND == V4 else 128
+    query0 = load_query(nope, nope_head, heads, wanted, power, 0, 128, half)
+    query1 = load_query(nope, nope_head, heads, wanted, power, 128, 128, half)
+    query2 = load_query(nope, nope_head, heads, wanted, power, 256, 128, half)
+    query3 = load_query(nope, nope_head, heads, wanted, power, 384, last, half)
+    if ROPE > 0:
+        query4 = load_query(rope, rope_head, heads, wanted, power, 0, ROPE, False)
+
+    # Two tiles ahead of the arithmetic indices are read, one tile ahead records: both are on their way meanwhile.
+    columns = begin + tl.arange(0, KEYS)
+    record_at, scale_at, valid = locate(
+        index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+        table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+        POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+    )  # fmt: skip
+    codes0, codes1, codes2, codes3, rotary, scale0, scale1, scale2, scale3 = fetch(
+        pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
+    )
+    columns += KEYS
+    record_at, scale_at, next_valid = locate(
+        index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+        table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+        POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+    )  # fmt: skip
+    key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
+        codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIND, CONVERT
+    )
+    bias = bias_of(valid)
+    for start in tl.range(begin, end, KEYS, num_stages=1):
+        none = tl.zeros((HEADS, KEYS), tl.float32)
+        if KIND == FLOAT32_SCALES:
+            scores = score(query0, key0, none, INTERPRETED) * scale0[None, :]
+            scores += score(query1, key1, none, INTERPRETED) * scale1[None, :]
+            scores += score(query2, key2, none, INTERPRETED) * scale2[None, :]
+            scores += score(query3, key3, none, INTERPRETED) * scale3[None, :]
+        else:
+            scores = score(query0, key0, none, INTERPRETED)
+            scores = score(query1, key1, scores, INTERPRETED)
+            scores = score(query2, key2, scores, INTERPRETED)
+            scores = score(query3, key3, scores, INTERPRETED)
+            if KIND != BF16:
+                scores *= scale0[None, :]
+        if ROPE > 0:
+            scores = score(query4, rotary, scores, INTERPRETED)
+
+        codes0, codes1, codes2, codes3, next_rotary, next0, next1, next2, next3 = fetch(
+            pool + record_at, pool + scale_at, next_valid, KIND, ROPE, ROPE_AT, SCALE_AT
+        )
+        columns = start + 2 * KEYS + tl.arange(0, KEYS)
+        record_at, scale_at, later_valid = locate(
+            index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+            table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+            POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+        )  # fmt: skip
+
+        weights, top, total, keep = weigh(scores, bias, top, total, factor)
+        fade = keep
+        if SCALED:
+            weights_of, reference, fade = refer(weights, largest, keep, reference)
+        else:
+            weights_of = weights
+        fades = fade[:, None]
+        out0 = add_values(times(weights_of, scale0, KIND), key0, out0 * fades, INTERPRETED)
+        out1 = add_values(times(weights_of, scale1, KIND), key1, out1 * fades, INTERPRETED)
+        out2 = add_values(times(weights_of, scale2, KIND), key2, out2 * fades, INTERPRETED)
+        out3 = add_values(times(weights_of, scale3, KIND), key3, out3 * fades, INTERPRETED)
+        if KIND == V4:
+            out4 = add_values(weights, rotary, out4 * keep[:, None], INTERPRETED)
+
+        key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
+            codes0, codes1, codes2, codes3, next0, next1, next2, next3, KIND, CONVERT
+        )
+        rotary = next_rotary
+        bias = bias_of(next_valid)
+        next_valid = later_valid
+    return top, total, reference, out0, out1, out2, out3, out4
+
+
+@triton.jit
+def _store(
+    row, head_stride, heads, wanted, output, FIRST: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Stores columns FIRST and on of the heads of one row, as bfloat16 or float32, whichever `row` points to."""
+    pointers = row + heads[:, None] * head_stride + (FIRST + tl.arange(0, WIDTH))[None, :]
+    if row.dtype.element_ty == tl.bfloat16:
+        output = to_bfloat16(output, INTERPRETED).to(tl.bfloat16)
+    tl.store(pointers, output, mask=wanted[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "out_row", "out_head", "lse_row", "lse_head",
+        "page_stride", "last_slot", "block_size", "block_magic", "block_shift", "indices_row", "topk",
+        "table_stride", "table_columns", "num_requests", "num_pages", "shard_rank", "shard_world", "shard_interleave",
+        "extra_page_stride", "extra_last_slot", "extra_block_size", "extra_block_magic", "extra_block_shift",
+        "extra_indices_row", "extra_topk", "pieces", "rows_per_request", "num_heads", "head_tiles",
+    ]
+)  # fmt: skip
+def attend(
+    q_nope, q_nope_row, q_nope_head, q_rope, q_rope_row, q_rope_head,
+    out, out_row, out_head, lse, lse_row, lse_head, accumulators, sink,
+    pool, page_stride, last_slot, block_size, block_magic, block_shift, indices, indices_row, topk, lengths,
+    block_table, table_stride, table_columns, request_ids, num_requests, num_pages,
+    shard_rank, shard_world, shard_interleave,
+    extra_pool, extra_page_stride, extra_last_slot, extra_block_size, extra_block_magic, extra_block_shift,
+    extra_indices, extra_indices_row, extra_topk, extra_lengths,
+    pieces, rows_per_request, num_heads, head_tiles, scale_log2,
+    NOPE: tl.constexpr, ROPE: tl.constexpr,
+    KIND: tl.constexpr, RECORD: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    EXTRA_KIND: tl.constexpr, EXTRA_RECORD: tl.constexpr, EXTRA_ROPE_AT: tl.constexpr, EXTRA_SCALE_AT: tl.constexpr,
+    EXTRA_SCALE_BYTES: tl.constexpr,
+    WORK: tl.constexpr, POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """See launch.py for the arguments. Strides are in elements, those of pools in bytes."""
+    program = tl.program_id(0)
+    tile = program % head_tiles
+    item = program // head_tiles
+    if WORK == TABLE:
+        piece = item // rows_per_request
+        within = item % rows_per_request
+        request = tl.load(pieces + 4 * piece)
+        begin_block = tl.load(pieces + 4 * piece + 1)
+        end_block = tl.load(pieces + 4 * piece + 2)
+        slot = tl.load(pieces + 4 * piece + 3)
+        row = request * rows_per_request + within
+        partial = slot.to(tl.int64) * rows_per_request + within
+    elif WORK == UNIFORM:
+        row = item // pieces
+        partial = item.to(tl.int64)
+    else:
+        row = item
+    row64 = row.to(tl.int64)
+    heads32 = tile * HEADS + tl.arange(0, HEADS)
+    wanted = heads32 < num_heads
+    heads = heads32.to(tl.int64)
+
+    length = _length(lengths, row64, topk)
+    table_row = block_table
+    if POSITIONS:
+        request_id = tl.load(request_ids + row64)
+        known = (request_id >= 0) & (request_id < num_requests)
+        length = tl.where(known, length, 0)
+        table_row = block_table + tl.where(known, request_id, 0).to(tl.int64) * table_stride
+    # Blocks are numbered through, those of the call's indices first, at least one of them even where none counts.
+    blocks = tl.maximum((length + BLOCK - 1) // BLOCK, 1)
+    extra_length = 0
+    if extra_indices is not None:
+        extra_length = _length(extra_lengths, row64, extra_topk)
+    begin = 0
+    end = length
+    if WORK == UNIFORM:
+        all_blocks = blocks + (extra_length + BLOCK - 1) // BLOCK
+        share = item % pieces
+        begin_block = share * all_blocks // pieces
+        end_block = (share + 1) * all_blocks // pieces
+    if WORK != WHOLE:
+        begin = begin_block * BLOCK
+        end = tl.minimum(length, end_block * BLOCK)
+
+    nope = q_nope + row64 * q_nope_row
+    rope = q_rope
+    if ROPE > 0:
+        rope = q_rope + row64 * q_rope_row
+    power, factor = query_factor(nope, q_nope_head, rope, q_rope_head, heads, wanted, scale_log2, NOPE, ROPE)
+
+    last: tl.constexpr = 64 if KIND == V4 else 128
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    reference = tl.zeros((HEADS,), tl.float32)
+    out0 = tl.zeros((HEADS, 128), tl.float32)
+    out1 = tl.zeros((HEADS, 128), tl.float32)
+    out2 = tl.zeros((HEADS, 128), tl.float32)
+    out3 = tl.zeros((HEADS, last), tl.float32)
+    out4 = tl.zeros((HEADS, 64), tl.float32)
+    top, total, reference, out0, out1, out2, out3, out4 = walk(
+        top, total, reference, out0, out1, out2, out3, out4,
+        nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
+        pool.to(tl.pointer_type(tl.uint8)), page_stride, last_slot, block_size, block_magic, block_shift,
+        indices + row64 * indices_row, begin, end,
+        table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
+        KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES,
+        POSITIONS, SHARDED, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
+    )  # fmt: skip
+    if extra_indices is not None:
+        extra_begin = 0
+        extra_end = extra_length
+        if WORK != WHOLE:
+            extra_begin = tl.maximum(begin_block - blocks, 0) * BLOCK
+            extra_end = tl.minimum(extra_length, (end_block - blocks) * BLOCK)
+        top, total, reference, out0, out1, out2, out3, out4 = walk(
+            top, total, reference, out0, out1, out2, out3, out4,
+            nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
+            extra_pool.to(tl.pointer_type(tl.uint8)), extra_page_stride, extra_last_slot,
+            extra_block_size, extra_block_magic, extra_block_shift,
+            extra_indices + row64 * extra_indices_row, extra_begin, extra_end,
+            table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
+            EXTRA_KIND, ROPE, EXTRA_RECORD, EXTRA_ROPE_AT, EXTRA_SCALE_AT, EXTRA_SCALE_BYTES,
+            False, False, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
+        )  # fmt: skip
+
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    share = 1.0 / total
+    if SCALED:
+        share = unreferred(reference, total)
+    out0 = out0 * share[:, None]
+    out1 = out1 * share[:, None]
+    out2 = out2 * share[:, None]
+    out3 = out3 * share[:, None]
+    out4 = out4 * (1.0 / total)[:, None]
+
+    whole = WORK == WHOLE
+    if WORK == TABLE:
+        whole = slot < 0
+    if whole:
+        lse_value = tl.where(nothing, float("-inf"), (top * factor + tl.log2(total)) * _LN2)
+        tl.store(lse + row64 * lse_row + heads * lse_head, lse_value, mask=wanted)
+        if sink is not None:
+            gate = sink_gate(tl.load(sink + heads, mask=wanted, other=0.0), lse_value, nothing)
+            out0 *= gate[:, None]
+            out1 *= gate[:, None]
+            out2 *= gate[:, None]
+            out3 *= gate[:, None]
+            out4 *= gate[:, None]
+        at = out + row64 * out_row
+        _store(at, out_head, heads, wanted, out0, 0, 128, INTERPRETED)
+        _store(at, out_head, heads, wanted, out1, 128, 128, INTERPRETED)
+        _store(at, out_head, heads, wanted, out2, 256, 128, INTERPRETED)
+        _store(at, out_head, heads, wanted, out3, 384, last, INTERPRETED)
+        if KIND == V4:
+            _store(at, out_head, heads, wanted, out4, 448, 64, INTERPRETED)
+    if WORK != WHOLE:
+        if not whole:
+            unit = tl.maximum(factor, 1.0)
+            value = tl.where(nothing, float("-inf"), top * (factor / unit) + tl.log2(total) / unit)
+            at = accumulators + partial * num_heads * (512 + 1)
+            tl.store(at + heads * 513 + 512, value, mask=wanted)
+            _store(at, 513, heads, wanted, out0, 0, 128, INTERPRETED)
+            _store(at, 513, heads, wanted, out1, 128, 128, INTERPRETED)
+            _store(at, 513, heads, wanted, out2, 256, 128, INTERPRETED)
+            _store(at, 513, heads, wanted, out3, 384, last, INTERPRETED)
+            if KIND == V4:
+                _store(at, 513, heads, wanted, out4, 448, 64, INTERPRETED)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device code: which record an index names, where it lies, and its values as matrix operands.
+
+A *tile* is N keys. Masked keys are never loaded: their lanes are predicated off and read as zeros, whatever lies in the
+pool. Offsets into the pool are int64.
+
+The 512 (V4: 448) leading columns of a key come as four *segments* of 128 columns (V4: the last one 64), because one
+float32 scale of the 656- and 528-byte formats covers 128 columns. A segment's values times its per-key scale are the
+key; e4m3 values are exact in float16, so nothing is rounded before the scale, and the scale acts in float32 (see
+softmax.py). Formats with e8m0 scales bring the groups of a record to one common power of two first, which is exact in
+float16 for groups up to 2**21 apart; beyond that the smaller group is below a thousandth of float32's resolution of the
+larger one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How a format keeps the leading columns. The offsets inside a record come from its RecordLayout, as constants.
+BF16 = tl.constexpr(0)
+FLOAT32_SCALES = tl.constexpr(1)
+V4 = tl.constexpr(2)
+V41 = tl.constexpr(3)
+
+# How e4m3 becomes float16.
+PLAIN = tl.constexpr(0)  # integer operations, anywhere
+NATIVE = tl.constexpr(1)  # the hardware's conversion
+PACKED = tl.constexpr(2)  # NVIDIA before 8.9: integer operations on four codes at once
+
+_HEADROOM = tl.constexpr(6)
+"""Power of two by which e8m0 records are scaled up: 448 · 2**6 still fits float16, and small groups keep more bits."""
+
+
+@triton.jit
+def divide(n, magic, shift):
+    """n // divisor for 0 <= n < 2**31 by the divisor's magic number (see launch.magic)."""
+    n = n.to(tl.uint32)
+    high = tl.umulhi(n, tl.full(n.shape, magic, tl.uint32))
+    return ((high + n) >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def locate(
+    index_row, columns, wanted, last_slot, block_size, block_magic, block_shift,
+    table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+    POSITIONS: tl.constexpr, SHARDED: tl.constexpr, RECORD: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Where the keys lie that a row's indices at `columns` name.
+
+    Returns:
+        (N,) int64 byte offset of their records in the pool, that of their scales where these follow the page's data,
+        and which of them are keys. Whatever names no key (garbage, another rank's position, a page outside the pool)
+        is not.
+    """
+    index = tl.load(index_row + columns, mask=wanted, other=-1)
+    valid = index >= 0
+    if POSITIONS:
+        position = tl.where(valid, index, 0)
+        if SHARDED:
+            run = position // shard_interleave
+            valid = valid & (run % shard_world == shard_rank)
+            position = run // shard_world * shard_interleave + position % shard_interleave
+        entry = divide(position, block_magic, block_shift)
+        valid = valid & (entry < table_columns)
+        page = tl.load(table_row + entry, mask=valid, other=-1)
+        valid = (page >= 0) & (page < num_pages)
+        offset = position - entry * block_size
+        page = tl.where(valid, page, 0)
+    else:
+        valid = valid & (index <= last_slot)
+        slot = tl.where(valid, index, 0)
+        page = divide(slot, block_magic, block_shift)
+        offset = slot - page * block_size
+    page_at = page.to(tl.int64) * page_stride
+    record_at = tl.multiple_of(page_at + offset.to(tl.int64) * RECORD, 16)
+    scale_at = record_at
+    if SCALE_BYTES > 0:
+        scale_at = page_at + block_size.to(tl.int64) * RECORD + offset.to(tl.int64) * SCALE_BYTES
+        scale_at = tl.multiple_of(scale_at, 8)
+    return record_at, scale_at, valid
+
+
+@triton.jit
+def e4m3_to_float16(codes, CONVERT: tl.constexpr):
+    """uint8 e4m3 codes → float16, exact. NaN becomes NaN (PACKED: so do the three codes it shares a word with)."""
+    if CONVERT == NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif CONVERT == PACKED:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign, nan;
+            .reg .pred any;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            and.b32 low, low, 0x7f007f00;
+            shr.u32 low, low, 1;
+            or.b32 low, low, sign;
+            and.b32 sign, high, 0x80008000;
+            and.b32 high, high, 0x7f007f00;
+            shr.u32 high, high, 1;
+            or.b32 high, high, sign;
+            mov.b32 sign, 0x5c005c00;
+            mul.f16x2 low, low, sign;
+            mul.f16x2 $1, high, sign;
+            and.b32 nan, $2, 0x7f7f7f7f;
+            add.u32 nan, nan, 0x01010101;
+            and.b32 nan, nan, 0x80808080;
+            setp.ne.u32 any, nan, 0;
+            selp.b32 $0, 0x7e007e00, low, any;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = codes.to(tl.uint16)
+        # The bits of an e4m3 value, moved to float16's places, are the value times 2**-8 (the biases differ by 8),
+        # subnormal values included. PACKED does the same, four at a time.
+        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def _columns(record, valid, FIRST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """GROUPS · WIDTH bytes from FIRST on of the records: (N, WIDTH) uint8, or (N, GROUPS, WIDTH) with several
+    groups."""
+    if GROUPS == 1:
+        return tl.load(record[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
+    else:
+        columns = FIRST + WIDTH * tl.arange(0, GROUPS)[:, None] + tl.arange(0, WIDTH)[None, :]
+        return tl.load(record[:, None, None] + columns[None, :, :], mask=valid[:, None, None], other=0)
+
+
+@triton.jit
+def _bfloat16(record, valid, OFFSET: tl.constexpr, WIDTH: tl.constexpr):
+    """(N, WIDTH) bfloat16 that lie OFFSET bytes into the records."""
+    start = (record + OFFSET).to(tl.pointer_type(tl.bfloat16))
+    return tl.load(start[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _column(matrix, WHICH: tl.constexpr):
+    """(N,) column WHICH of (N, 4)."""
+    return tl.sum(tl.where((tl.arange(0, 4) == WHICH)[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def fetch(
+    record, scale_row, valid, KIND: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr
+):
+    """The bytes of a tile of records: four segments, the rotary columns, what the scales of each segment are made
+    of."""
+    rotary = 0
+    scale0 = 0
+    scale1 = 0
+    scale2 = 0
+    scale3 = 0
+    if KIND == BF16:
+        codes0 = _bfloat16(record, valid, 0, 128)
+        codes1 = _bfloat16(record, valid, 256, 128)
+        codes2 = _bfloat16(record, valid, 512, 128)
+        codes3 = _bfloat16(record, valid, 768, 128)
+    elif KIND == FLOAT32_SCALES:
+        codes0 = _columns(record, valid, 0, 1, 128)
+        codes1 = _columns(record, valid, 128, 1, 128)
+        codes2 = _columns(record, valid, 256, 1, 128)
+        codes3 = _columns(record, valid, 384, 1, 128)
+        start = (record + SCALE_AT).to(tl.pointer_type(tl.float32))
+        scale0 = tl.load(start[:, None] + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0.0)
+    elif KIND == V4:
+        codes0 = _columns(record, valid, 0, 2, 64)
+        codes1 = _columns(record, valid, 128, 2, 64)
+        codes2 = _columns(record, valid, 256, 2, 64)
+        codes3 = _columns(record, valid, 384, 1, 64)
+        scale0 = _columns(scale_row, valid, 0, 1, 2)
+        scale1 = _columns(scale_row, valid, 2, 1, 2)
+        scale2 = _columns(scale_row, valid, 4, 1, 2)
+        scale3 = _columns(scale_row, valid, 6, 1, 1)
+    else:
+        codes0 = _columns(record, valid, 0, 4, 32)
+        codes1 = _columns(record, valid, 128, 4, 32)
+        codes2 = _columns(record, valid, 256, 4, 32)
+        codes3 = _columns(record, valid, 384, 4, 32)
+        scale0 = _columns(scale_row, valid, 0, 1, 4)
+        scale1 = _columns(scale_row, valid, 4, 1, 4)
+        scale2 = _columns(scale_row, valid, 8, 1, 4)
+        scale3 = _columns(scale_row, valid, 12, 1, 4)
+    if ROPE > 0:
+        rotary = _bfloat16(record, valid, ROPE_AT, ROPE)
+    return codes0, codes1, codes2, codes3, rotary, scale0, scale1, scale2, scale3
+
+
+@triton.jit
+def _brought(codes, exponents, largest, CONVERT: tl.constexpr):
+    """e4m3 codes (N, G, W) or (N, W) → float16 (N, G · W), their groups brought to the common exponent `largest`
+    (N,)."""
+    power = tl.maximum(exponents.to(tl.int32) - largest[:, None] + _HEADROOM, -30)  # below 2**-24 float16 has zero
+    factor = ((power + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    values = e4m3_to_float16(codes, CONVERT)
+    if len(codes.shape) == 2:
+        return values * factor
+    else:
+        values = values * factor[:, :, None]
+        return tl.reshape(values, (codes.shape[0], codes.shape[1] * codes.shape[2]))
+
+
+@triton.jit
+def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIND: tl.constexpr, CONVERT: tl.constexpr):
+    """What `fetch` fetched as matrix operands: four segments (N, 128) or (N, 64), and the (N,) float32 scale of
+    each."""
+    if KIND == BF16:
+        one = tl.full((codes0.shape[0],), 1.0, tl.float32)
+        return codes0, codes1, codes2, codes3, one, one, one, one, one
+    elif KIND == FLOAT32_SCALES:
+        key0 = e4m3_to_float16(codes0, CONVERT)
+        key1 = e4m3_to_float16(codes1, CONVERT)
+        key2 = e4m3_to_float16(codes2, CONVERT)
+        key3 = e4m3_to_float16(codes3, CONVERT)
+        scales = scale0
+        scale0 = _column(scales, 0)
+        scale1 = _column(scales, 1)
+        scale2 = _column(scales, 2)
+        scale3 = _column(scales, 3)
+        return key0, key1, key2, key3, scale0, scale1, scale2, scale3, tl.max(tl.abs(scales), 1)
+    else:
+        largest = tl.maximum(
+            tl.maximum(tl.max(scale0.to(tl.int32), 1), tl.max(scale1.to(tl.int32), 1)),
+            tl.maximum(tl.max(scale2.to(tl.int32), 1), tl.max(scale3.to(tl.int32), 1)),
+        )
+        largest = tl.maximum(largest, _HEADROOM + 1)
+        key0 = _brought(codes0, scale0, largest, CONVERT)
+        key1 = _brought(codes1, scale1, largest, CONVERT)
+        key2 = _brought(codes2, scale2, largest, CONVERT)
+        key3 = _brought(codes3, scale3, largest, CONVERT)
+        scale = ((largest - _HEADROOM) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(largest == 255, float("nan"), scale)
+        return key0, key1, key2, key3, scale, scale, scale, scale, scale
+
+
+@triton.jit
+def bias_of(valid):
+    """(N,) float32: 0 for a key, -inf for none. The detour over a second dimension keeps the compiler from reading the
+    indices again, one by one, in the arrangement that scores have."""
+    twice = tl.where(valid[:, None] & (tl.arange(0, 2) >= 0)[None, :], 0.0, float("-inf"))
+    return tl.max(twice, 1)
