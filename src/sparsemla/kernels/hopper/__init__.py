@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse MLA attention on Hopper (SM90), written in the CuTe DSL. `registry.py` calls `why_not` and `run`.
 
-Nothing is allocated: a token that is cut over several SMs is cut over a thread-block cluster and combined in distributed shared memory.
+Nothing is allocated: a token that is cut over several SMs is cut over a thread-block cluster and combined in
+distributed shared memory.
 """
 
 from __future__ import annotations
@@ -55,17 +56,20 @@ def scratch_bytes(call: AttentionCall) -> int:
     return 0
 
 
-# Microseconds on an H200, from the runs in docs/kernel-log.md: a tile's start and end, a block of 64 keys, and what combining 16 CTAs adds.
-_FIXED = {8: 6.5, 16: 7.5, 32: 8.0, 64: 17.0}
-_BLOCK = {8: 1.6, 16: 1.65, 32: 2.05, 64: 2.3}
-_COMBINE = {8: 0.0, 16: 1.0, 32: 3.0, 64: 3.0}
+# Microseconds on an H200, from the runs in docs/kernel-log.md: a tile's start and end, a block of 64 keys, and what
+# combining 16 CTAs adds.
+_FIXED = {8: 7.0, 16: 10.0, 32: 12.5, 64: 16.0}
+_BLOCK = {8: 1.5, 16: 1.6, 32: 1.7, 64: 2.35}
+_COMBINE = {8: 0.5, 16: 1.5, 32: 3.0, 64: 3.0}
 
 
 def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) -> tuple[int, int]:
     """Heads a tile and CTAs a tile: the least estimated time.
 
-    Few rows leave most of the GPU idle: then small tiles of heads that each read the records again are faster than one large tile, and a
-    tile is cut over a cluster. Many rows fill it: then the largest tile that the heads fill reads the records least often.
+    Few rows leave most of the GPU idle: then small tiles of heads that each read the records again are faster than
+    one large tile, and a
+    tile is cut over a cluster. Many rows fill it: then the largest tile that the heads fill reads the records least
+    often.
 
     Args:
         rows: query rows.
@@ -85,7 +89,9 @@ def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) 
 
     if not split:  # the same bits whatever else is in the batch: the tile depends on the heads alone
         return next(t for t in TILE_HEADS if heads <= t or t == TILE_HEADS[-1]), 1
-    return min(((t, c) for t in TILE_HEADS if t < 2 * heads or t == TILE_HEADS[0] for c in CLUSTERS if active[c]), key=time)
+    return min(
+        ((t, c) for t in TILE_HEADS if t < 2 * heads or t == TILE_HEADS[0] for c in CLUSTERS if active[c]), key=time
+    )
 
 
 @functools.cache

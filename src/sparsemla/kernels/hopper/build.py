@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a variant to machine code: compiled once, kept on disk.
 
-The compiler is only imported where the code is not on disk yet; a process that finds it there loads a few hundred kilobytes through the
+The compiler is only imported where the code is not on disk yet; a process that finds it there loads a few hundred
+kilobytes through the
 driver instead. The key is the text of this package and the compiler's version, so a stale entry cannot be loaded.
 
 Environment: SPARSEMLA_CACHE names the directory (default: $XDG_CACHE_HOME/sparsemla or ~/.cache/sparsemla).
@@ -18,6 +19,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+
+SOURCES = ("gather", "kernel", "layout", "params", "ptx", "query", "records", "score", "value")
+"""Modules whose text decides the machine code."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Variant:
     @property
     def name(self) -> str:
         """Short and unique."""
-        return f"{self.kind}_h{self.heads}_{'rope' if self.rope else 'norope'}_c{self.cluster}{'_trace' if self.trace else ''}"
+        tail = "_trace" if self.trace else ""
+        return f"{self.kind}_h{self.heads}_{'rope' if self.rope else 'norope'}_c{self.cluster}{tail}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,8 @@ class Code:
 def _fingerprint() -> str:
     """Hash of everything the machine code depends on besides the variant."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     try:
         digest.update(importlib.metadata.version("nvidia-cutlass-dsl").encode())
     except importlib.metadata.PackageNotFoundError:
@@ -116,7 +122,8 @@ def compile_variant(variant: Variant) -> Code:
 
 
 def load_code(variant: Variant) -> Code:
-    """Machine code of a variant, from disk or newly compiled. A directory that cannot be written costs only the next start."""
+    """Machine code of a variant, from disk or newly compiled. A directory that cannot be written costs only the next
+    start."""
     folder = cache_directory() / f"hopper-{_fingerprint()}"
     image, facts = folder / f"{variant.name}.cubin", folder / f"{variant.name}.json"
     try:

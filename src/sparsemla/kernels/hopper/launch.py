@@ -101,9 +101,7 @@ def load(variant: Variant, device_index: int) -> Loaded:
         )
         if variant.cluster > 8:
             _check(
-                driver.cuFuncSetAttribute(
-                    function, attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
-                ),
+                driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
                 "cluster size",
             )
         config = _config(variant.cluster, code.threads, code.shared_bytes)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Hopper kernel is called with: addresses, strides and counts, in the order of its parameter list.
 
-The same table serves the compiler (a NamedTuple of DSL scalars) and the launch (ctypes values), so they cannot disagree.
+The same table serves the compiler (a NamedTuple of DSL scalars) and the launch (ctypes values), so they cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ FIELDS: dict[str, str] = {
     "trace": INT64,  # (warps, 8) int32 cycles of the first CTA, only read by variants compiled with trace=True
 }
 
-_CTYPES = {INT64: ctypes.c_int64, INT32: ctypes.c_int32, FLOAT32: ctypes.c_float}
+_CTYPES: dict[str, Any] = {INT64: ctypes.c_int64, INT32: ctypes.c_int32, FLOAT32: ctypes.c_float}
 
 
 class Params(NamedTuple("Params", [(name, Any) for name in FIELDS])):  # type: ignore[misc]
@@ -86,9 +87,11 @@ def placeholders() -> Params:
 
 
 def magic(divisor: int) -> tuple[int, int]:
-    """Multiplier and shift that divide by `divisor`: n // divisor == (umulhi(n, multiplier) + n) >> shift for 0 <= n < 2**31.
+    """Multiplier and shift that divide by `divisor`: n // divisor == (umulhi(n, multiplier) + n) >> shift for 0 <= n
+    < 2**31.
 
-    The round-up method of Granlund and Montgomery, "Division by invariant integers using multiplication" (PLDI 1994), figure 4.1. The
+    The round-up method of Granlund and Montgomery, "Division by invariant integers using multiplication" (PLDI 1994),
+    figure 4.1. The
     multiplier is returned as the int32 with the same bits.
     """
     shift = (divisor - 1).bit_length()
@@ -104,7 +107,7 @@ class Arguments:
     """
 
     def __init__(self, values: dict[str, float]) -> None:
-        self._values = [_CTYPES[kind](values[name]) for name, kind in FIELDS.items()]
+        self._values: list[Any] = [_CTYPES[kind](values[name]) for name, kind in FIELDS.items()]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
 
     @property

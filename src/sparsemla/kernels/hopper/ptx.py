@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PTX instructions the Hopper kernels are made of, one Python function each.
 
-Addresses: global ones are Int64 byte addresses, shared ones Int32 byte addresses in this CTA's shared window. A predicate is an Int32 that is
+Addresses: global ones are Int64 byte addresses, shared ones Int32 byte addresses in this CTA's shared window. A
+predicate is an Int32 that is
 zero for false. Instruction semantics: PTX ISA, sections "Data Movement and Conversion" and "Warp-level matrix store".
 """
 
@@ -9,33 +10,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute import arch
 
 
 def ldg128(address: Any, predicate: Any) -> tuple[Any, Any, Any, Any]:
     """16 bytes from global memory as four words, zeros where the predicate is false (nothing is read then)."""
     return arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
         " @p ld.global.L1::no_allocate.L2::128B.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
         write_only_types=[Uint32] * 4,
         read_only_args=[address, predicate],
     )
 
 
-def ldg128_always(address: Any) -> tuple[Any, Any, Any, Any]:
-    """16 bytes from global memory as four words."""
-    return arch.inline_ptx(
-        "ld.global.L1::no_allocate.L2::128B.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
 def ldg_i32(address: Any, predicate: Any, otherwise: int) -> Any:
     """One int32 from global memory, or `otherwise`."""
     return arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b32 {{$w0}}, {otherwise}; @p ld.global.b32 {{$w0}}, [{{$r0}}]; }}",
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b32 {{$w0}}, {otherwise};"
+        " @p ld.global.b32 {$w0}, [{$r0}]; }",
         write_only_types=[Int32],
         read_only_args=[address, predicate],
     )
@@ -165,6 +159,11 @@ def fmax(a: Any, b: Any) -> Any:
     return arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def fmin(a: Any, b: Any) -> Any:
+    """The smaller of two float32; a NaN loses."""
+    return arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
 def stmatrix_x4(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Four 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
     arch.inline_ptx(
@@ -174,7 +173,8 @@ def stmatrix_x4(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 
 def stmatrix_x4_trans(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-    """Four transposed 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
+    """Four transposed 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix
+    i // 8."""
     arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
         read_only_args=[address, a, b, c, d],
@@ -188,11 +188,6 @@ def stmatrix_x2_trans(address: Any, a: Any, b: Any) -> None:
     )
 
 
-def widen(value: Any) -> Any:
-    """Int32 to Int64, sign kept."""
-    return Int64(value)
-
-
 def divide(n: Any, multiplier: Any, shift: Any) -> Any:
     """n // divisor for 0 <= n < 2**31, with the numbers of `params.magic`."""
     return arch.inline_ptx(
@@ -203,7 +198,8 @@ def divide(n: Any, multiplier: Any, shift: Any) -> Any:
 
 
 def cp_async16(target: Any, address: Any, predicate: Any) -> None:
-    """Starts a copy of 16 bytes from global to shared memory; zeros arrive where the predicate is false (nothing is read then)."""
+    """Starts a copy of 16 bytes from global to shared memory; zeros arrive where the predicate is false (nothing is
+    read then)."""
     arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, {$r2}, 0; selp.b32 n, 16, 0, p;"
         " cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, n; }",
@@ -235,13 +231,13 @@ def mul_f16x2(a: Any, b: Any) -> Any:
     return arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
-def barrier_or(index: int, threads: int, value: Any) -> Any:
+def barrier_or(index: Any, threads: int, value: Any) -> Any:
     """Meets `threads` threads at a named barrier; 1 if `value` was not 0 in any of them."""
     return arch.inline_ptx(
         "{ .reg .pred p, q; setp.ne.b32 p, {$r0}, 0;"
-        f" barrier.cta.red.or.aligned.pred q, {index}, {threads}, p; selp.b32 {{$w0}}, 1, 0, q; }}",
+        " barrier.cta.red.or.aligned.pred q, {$r1}, {$r2}, p; selp.b32 {$w0}, 1, 0, q; }",
         write_only_types=[Int32],
-        read_only_args=[value],
+        read_only_args=[value, Int32(index), Int32(threads)],
     )
 
 
@@ -265,12 +261,14 @@ def prefetch_l2(address: Any) -> None:
 
 
 def opaque(value: Any) -> Any:
-    """The same Int32, as a value the compiler knows nothing about: what is computed from it is not kept in registers outside its use."""
+    """The same Int32, as a value the compiler knows nothing about: what is computed from it is not kept in registers
+    outside its use."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def bulk_copy(target: Any, address: Any, size: int, barrier: Any) -> None:
-    """Starts a copy of `size` bytes (a multiple of 16) from global to shared memory by the bulk copy engine; `barrier` counts the bytes."""
+    """Starts a copy of `size` bytes (a multiple of 16) from global to shared memory by the bulk copy engine;
+    `barrier` counts the bytes."""
     arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, address, Int32(size), barrier],

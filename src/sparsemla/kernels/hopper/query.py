@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The query tile: from global memory into the order that the fragments of K ask for."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute import arch
+
+from sparsemla.kernels.hopper import ptx
+from sparsemla.kernels.hopper.layout import Layout
+from sparsemla.kernels.hopper.params import Params
+
+
+class Query(Layout):
+    """Loading queries."""
+
+    @cute.jit
+    def load_query(
+        self,
+        p: Params,
+        base: Int32,
+        token: Int32,
+        head0: Int32,
+        warp: Int32,
+        lane: Int32,
+        warps: cutlass.Constexpr,
+    ):
+        """Half a warp a head: brings the row into f16's range by a power of two and stores it in the column order of
+        the fragments of K."""
+        passes = (self.heads + 2 * warps - 1) // (2 * warps)
+        batch = min(passes, 4)
+        words = cute.make_rmem_tensor((batch, 5, 4), Uint32)
+        for start in cutlass.range(0, passes, batch, unroll=1):
+            for t in cutlass.range_constexpr(batch):
+                row = (start + t) * (2 * warps) + warp * 2 + lane // 16
+                head = head0 + row
+                present = Int32((head < p.heads) & (row < self.heads))
+                chunk = lane % 16
+                here = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(chunk) * 16
+                for i in cutlass.range_constexpr(4):
+                    got = ptx.ldg128(here + i * 256, present)
+                    for w in cutlass.range_constexpr(4):
+                        words[t, i, w] = got[w]
+                if cutlass.const_expr(self.rope):
+                    there = p.q_rope + Int64(token) * p.q_rope_token + Int64(head) * p.q_rope_head + Int64(chunk) * 16
+                    wanted = present
+                    if chunk >= 8:
+                        wanted = Int32(0)
+                    got = ptx.ldg128(there, wanted)
+                    for w in cutlass.range_constexpr(4):
+                        words[t, 4, w] = got[w]
+                else:
+                    for w in cutlass.range_constexpr(4):
+                        words[t, 4, w] = Uint32(0)
+            for t in cutlass.range_constexpr(batch):
+                self.store_query(p, base, (start + t) * (2 * warps) + warp * 2 + lane // 16, lane, words, t)
+
+    @cute.jit
+    def store_query(self, p: Params, base: Int32, row: Int32, lane: Int32, words: cute.Tensor, t: cutlass.Constexpr):
+        """Row `row` of the query tile, lane's share of it in words[t], to shared memory."""
+        chunk = lane % 16
+        # The magnitude of a bf16 is ordered as its bits are.
+        largest = Int32(0)
+        for i in cutlass.range_constexpr(5):
+            for w in cutlass.range_constexpr(4):
+                low = Int32(words[t, i, w] & 0x7FFF)
+                high = Int32((words[t, i, w] >> 16) & 0x7FFF)
+                largest = cutlass.max(largest, cutlass.max(low, high))
+        for s in cutlass.range_constexpr(4):
+            largest = cutlass.max(largest, arch.shuffle_sync_bfly(largest, 8 >> s))
+        exponent = cutlass.max(largest // 128, Int32(8))
+        # The row's largest magnitude comes to lie in [2^7, 2^8).
+        shrink = ptx.bits_to_f32((Int32(261) - exponent) * 8388608)
+        undo = ptx.bits_to_f32((exponent - 7) * 8388608)
+        if row < self.heads:
+            for i in cutlass.range_constexpr(5):
+                # Columns 8 chunk ... of a block of 64, as four pairs. Lane q of a fragment holds columns 16 q ... 16
+                # q + 15 of the block,
+                # four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies at columns 8 u + 2 q of it.
+                block = 2 * i + chunk // 8
+                quad = (chunk % 8) // 2
+                for h in cutlass.range_constexpr(2):
+                    for u in cutlass.range_constexpr(2):
+                        word = words[t, i, 2 * h + u]
+                        first = ptx.bits_to_f32(word << 16) * shrink
+                        second = ptx.bits_to_f32(word & Uint32(0xFFFF0000)) * shrink
+                        if cutlass.const_expr(i < 4):
+                            piece = (2 * (2 * (chunk % 2) + h) + u) ^ (row % 8)
+                            target = base + self.off_q + block * (self.heads * 128) + row * 128 + piece * 16 + quad * 4
+                            ptx.sts_i32(target, ptx.pack_f16x2(first, second))
+                        elif cutlass.const_expr(self.rope):
+                            # Rotary columns: lane q holds 8 q ... of each half of 32: product 2 (chunk // 4) + h,
+                            # columns 8 u + 2 q.
+                            if chunk < 8:
+                                piece = (2 * (2 * (chunk // 4) + h) + u) ^ (row % 8)
+                                target = base + self.off_q_rope + row * 128 + piece * 16 + (chunk % 4) * 4
+                                ptx.sts_i32(target, ptx.pack_bf16x2(first, second))
+            if chunk == 0:
+                # Beyond 1e28 a score could pass float32's range; the softmax of such scores has one winner with this
+                # factor too.
+                factor = ptx.fmax(ptx.fmin(undo * p.scale_log2, Float32(1e28)), Float32(-1e28))
+                ptx.sts_f32(base + self.off_q_factor + row * 4, factor)
+
+    @cute.jit
+    def prefetch_query(self, p: Params, tile: Int32, tid: Int32):
+        """Asks the L2 cache for a tile's query rows: nine lines of 128 bytes a head."""
+        token = tile // p.head_tiles
+        head0 = (tile - token * p.head_tiles) * self.heads
+        for i in cutlass.range_constexpr((self.heads * 9 + 127) // 128):
+            item = tid + 128 * i
+            row = item // 9
+            line = item - row * 9
+            head = head0 + row
+            address = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(line) * 128
+            if line == 8:
+                address = p.q_rope + Int64(token) * p.q_rope_token + Int64(head) * p.q_rope_head
+            if (tile < p.tiles) & (row < self.heads) & (head < p.heads):
+                ptx.prefetch_l2(address)

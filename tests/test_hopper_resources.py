@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every variant of the Hopper kernel compiles for sm_90a without a GPU, within the table of resources that is committed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+TABLE = Path(__file__).parent / "data" / "hopper_resources.json"
+KNOWN: dict[str, dict[str, int]] = json.loads(TABLE.read_text())
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("the CuTe DSL is not installed (extra `hopper`)", allow_module_level=True)
+
+from sparsemla.kernels import hopper  # noqa: E402
+from sparsemla.kernels.hopper import build, params, resources  # noqa: E402
+
+
+def test_every_variant_stays_within_the_committed_table() -> None:
+    if resources.tool("cuobjdump") is None or resources.tool("nvdisasm") is None:
+        pytest.skip("cuobjdump and nvdisasm are not installed")
+    found = resources.table()
+    assert set(found) == set(KNOWN)
+    for name, facts in found.items():
+        known = KNOWN[name]
+        assert facts["shared"] == known["shared"] <= resources.SHARED_LIMIT, name
+        assert facts["registers"] <= 128, name  # 512 threads share 65,536
+        assert facts["stack"] <= known["stack"], name
+        assert facts["spills"] <= known["spills"], name
+        assert facts["matrix"] == known["matrix"], name
+
+
+def test_a_compiled_variant_is_read_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEMLA_CACHE", str(tmp_path))
+    variant = build.Variant("sparse", 8, True, 1)
+    first = build.load_code(variant)
+
+    def fail(_: build.Variant) -> build.Code:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(build, "compile_variant", fail)
+    assert build.load_code(variant) == first
+    # A damaged entry is not loaded.
+    (image,) = tmp_path.glob("*/*.cubin")
+    image.write_bytes(image.read_bytes()[:-1] + b"?")
+    with pytest.raises(AssertionError, match="compiled again"):
+        build.load_code(variant)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 61, 64, 65, 576, 1000, 2**30, 2**31 - 1])
+def test_magic_divides(divisor: int) -> None:
+    multiplier, shift = params.magic(divisor)
+    multiplier %= 2**32
+    rng = random.Random(divisor)
+    for n in (0, 1, divisor - 1, divisor, divisor + 1, 2**31 - 1, *(rng.randrange(2**31) for _ in range(2000))):
+        if 0 <= n < 2**31:
+            assert ((n * multiplier >> 32) + n) % 2**32 >> shift == n // divisor
+
+
+def test_arguments_are_laid_out_in_the_order_of_the_fields() -> None:
+    values = {name: 1000 + i for i, name in enumerate(params.FIELDS)}
+    arguments = params.Arguments(values)
+    pointers = ctypes.cast(arguments.address, ctypes.POINTER(ctypes.c_void_p))
+    kinds = {params.INT64: ctypes.c_int64, params.INT32: ctypes.c_int32, params.FLOAT32: ctypes.c_float}
+    for i, (name, kind) in enumerate(params.FIELDS.items()):
+        address = pointers[i]
+        assert address is not None
+        assert kinds[kind].from_address(address).value == values[name]
+
+
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 16, 33, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 128, 160, 8192, 2**20 + 3])
+def test_choose_covers_the_heads_and_fits_the_device(rows: int, heads: int) -> None:
+    tile, cluster = hopper.choose(rows, heads, 32, 132)
+    assert build.Variant("sparse", tile, True, cluster) in resources.VARIANTS
+    assert tile == 8 or tile < 2 * heads  # no more than half a tile of unused heads beyond the smallest
+    if rows >= 132:
+        assert cluster <= 2
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 64, 128])
+def test_an_unsplit_row_is_served_alike_in_every_batch(heads: int) -> None:
+    picks = {hopper.choose(rows, heads, 32, 132, split=False) for rows in (1, 2, 100, 8192)}
+    assert len(picks) == 1
+    assert picks.pop()[1] == 1
