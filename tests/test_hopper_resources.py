@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every variant of the Hopper kernel compiles for sm_90a without a GPU, within the table of resources that is committed."""
+"""Every variant of the Hopper kernel compiles for sm_90a without a GPU, within the table of resources that is
+committed."""
 
 from __future__ import annotations
 
@@ -88,3 +89,21 @@ def test_an_unsplit_row_is_served_alike_in_every_batch(heads: int) -> None:
     picks = {hopper.choose(rows, heads, 32, 132, split=False) for rows in (1, 2, 100, 8192)}
     assert len(picks) == 1
     assert picks.pop()[1] == 1
+
+
+@pytest.mark.parametrize("heads", [1, 8, 20, 128])
+def test_prepare_loads_whatever_choose_can_pick(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: set[build.Variant] = set()
+    monkeypatch.setattr(hopper, "load", lambda variant, index: loaded.add(variant))
+    hopper.prepare(heads, device=0)
+    for rows in (1, 2, 3, 8, 31, 64, 128, 160, 1000, 8192):
+        for blocks in (0, 1, 2, 32, 100):
+            for split in (True, False):
+                tile, cluster = hopper.choose(rows, heads, blocks, 132, split=split)
+                assert build.Variant("sparse", tile, True, cluster) in loaded
+
+
+@pytest.mark.parametrize("heads", [0, 129])
+def test_prepare_refuses_head_counts_that_no_call_has(heads: int) -> None:
+    with pytest.raises(ValueError, match=f"heads: got {heads}"):
+        hopper.prepare(heads, device=0)

@@ -94,6 +94,36 @@ def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) 
     )
 
 
+def prepare(heads: int, *, rope: bool = True, device: int | None = None) -> list[Variant]:
+    """Compiles (where they are not on disk) and loads every variant that calls with this many heads can need.
+
+    An engine that captures CUDA graphs for many batch sizes calls it once at start: a variant that is first needed
+    inside a capture
+    cannot be loaded there.
+
+    Args:
+        heads: query heads of the calls, 1 to 128.
+        rope: whether the cache's records have rotary columns.
+        device: CUDA device index, the current one by default.
+
+    Raises:
+        ValueError: heads outside 1 to 128.
+        RuntimeError: the driver refused a kernel.
+    """
+    if not 1 <= heads <= 128:
+        raise ValueError(f"heads: got {heads}, accepted are 1 to 128")
+    index = torch.cuda.current_device() if device is None else device
+    variants = [
+        Variant("sparse", tile, rope, cluster)
+        for tile in TILE_HEADS
+        if tile < 2 * heads or tile == TILE_HEADS[0]
+        for cluster in CLUSTERS
+    ]
+    for variant in variants:
+        load(variant, index)
+    return variants
+
+
 @functools.cache
 def _sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -181,4 +211,4 @@ def arguments(call: AttentionCall, head_tiles: int, tiles: int) -> Arguments:
     )
 
 
-__all__ = ["Loaded", "arguments", "choose", "run", "scratch_bytes", "why_not"]
+__all__ = ["Loaded", "arguments", "choose", "prepare", "run", "scratch_bytes", "why_not"]

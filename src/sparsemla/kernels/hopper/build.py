@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-
 SOURCES = ("gather", "kernel", "layout", "params", "ptx", "query", "records", "score", "value")
 """Modules whose text decides the machine code."""
 

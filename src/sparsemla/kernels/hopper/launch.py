@@ -80,13 +80,21 @@ def load(variant: Variant, device_index: int) -> Loaded:
     """The kernel of a variant on a device; compiled if it is not on disk.
 
     Raises:
-        RuntimeError: the driver refused the image (a driver older than the compiler, say).
+        RuntimeError: the driver refused the image (a driver older than the compiler, say), or a graph is being
+        captured (loading is not
+            something a capture may hold: see `sparsemla.kernels.hopper.prepare`).
     """
     from cuda.bindings import driver
 
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"kernel {variant.name} is first needed inside a graph capture: run the call once before, or load every "
+            "variant of a "
+            "head count with sparsemla.kernels.hopper.prepare(heads)"
+        )
     code = load_code(variant)
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream().synchronize()  # makes torch's context current; loading is not on any capture's path
+        torch.cuda.current_stream().synchronize()  # makes torch's context current
         library = _check(
             driver.cuLibraryLoadData(code.cubin, None, None, 0, None, None, 0), f"loading kernel {variant.name}"
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiled variants take of a multiprocessor, read from their machine code without a GPU.
 
-`python -m sparsemla.kernels.hopper.resources` prints the table of every variant; `--write FILE` keeps it. A test compiles every variant and
+`python -m sparsemla.kernels.hopper.resources` prints the table of every variant; `--write FILE` keeps it. A test
+compiles every variant and
 compares with the committed table, so that a change that spills or outgrows shared memory is seen where it is made.
 Needs `cuobjdump` and `nvdisasm` (packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) besides the compiler.
 """
@@ -45,7 +46,8 @@ def measure(variant: Variant) -> dict[str, int]:
     """Compiles a variant and reads its resources.
 
     Returns:
-        ``registers`` a thread at launch, ``stack`` bytes a thread, ``shared`` bytes a CTA, ``spills`` (instructions that touch the stack
+        ``registers`` a thread at launch, ``stack`` bytes a thread, ``shared`` bytes a CTA, ``spills`` (instructions
+        that touch the stack
         anywhere) and ``matrix`` (warpgroup matrix instructions).
 
     Raises:
