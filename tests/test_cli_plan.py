@@ -115,6 +115,13 @@ def test_every_preset_plans_at_its_full_length(capsys: pytest.CaptureFixture[str
         (["--model", "glm-5.3", "--kv-bytes", "1GiB"], "one request of 1,048,576 tokens takes"),
         (["--model", "glm-5.3", "--cache-format", "fp16"], "format: got 'fp16'"),
         (["--model", "glm-5.3", "--arch", "sm80"], "arch: got 'sm80'"),
+        (["--model", "glm-5.3", "--tp", "1000000000001", "--dcp", "3"], "dcp: got 3, which does not divide tp 1000"),
+        (["--model", "glm-5.3", "--max-model-len", "9" * 400], "max_model_len: got more than 2^40"),
+        (["--model", "glm-5.3", "--kv-bytes", "9" * 400], "bytes: got a number of 400 characters"),
+        (["--model", "glm-5.3", "--kv-bytes", "9" * 400 + ".5GiB"], "accepted are at most 18 digits"),
+        (["--model", "glm-5.3", "--spec-tokens", "8192"], "spec_tokens: got 8192, accepted is at most"),
+        (["--model", "glm-5.3", "--activation-bytes", "much"], "bytes: got 'much'"),
+        (["--model", "glm-5.3", "--activation-bytes", "1GiB"], "--activation-bytes: needs --gpu-memory-bytes"),
         (["--model", "deepseek-v4", "--policy", "flashmla"], "does not serve cache format fp8_v4"),
         (
             ["--model", "glm-5.3", "--gpu-memory-bytes", "140GiB", "--weights-bytes", "139GiB"],
@@ -127,6 +134,42 @@ def test_the_impossible_is_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert words in refused(capsys, "plan", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_nextn_predict_layers": [1]}, "num_nextn_predict_layers in config.json is [1], accepted is an integer"),
+        ({"num_nextn_predict_layers": float("inf")}, "num_nextn_predict_layers in config.json is inf"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000, accepted are 1 to"),
+        ({"num_attention_heads": 10**13}, "heads: got more than 2^40"),
+        ({"num_attention_heads": 256}, "tp: got 1, which leaves a rank 256 heads"),
+        ({"indexer_types": 5}, "indexer_types in config.json is 5, accepted is a list"),
+        ({"index_topk_pattern": 5}, "index_topk_pattern in config.json is 5, accepted is a list"),
+        ({"index_topk_pattern": [{}] * 78}, "index_topk_pattern: got 78 entries"),
+        ({"index_topk_freq": [1]}, "index_topk_freq in config.json is [1]"),
+        ({"index_topk_freq": 0}, "index_topk_freq in config.json is 0, accepted is an integer of at least 1"),
+        ({"index_kpool": -2}, "index_kpool in config.json is -2"),
+        ({"index_n_heads": {}}, "index_n_heads in config.json is {}"),
+        ({"compress_ratios": [[0]] * 79, "head_dim": 512}, "compress_ratios: got [[0]]"),
+        ({"compress_ratios": ["4", 3] * 40, "head_dim": 512}, "compress_ratios: got ['4', 3]"),
+        ({"compress_ratios": [4] * 79, "head_dim": 512, "sliding_window": 0}, "sliding_window 0, accepted is"),
+        ({"model_type": "deepseek_v4", "head_dim": 512, "layer_types": [[]] * 78}, "neither compress_ratios nor"),
+    ],
+)
+def test_a_config_json_that_makes_no_sense_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PRESETS["glm-5.3"][0] | change), encoding="utf-8")
+    assert words in refused(capsys, "plan", "--model", str(file))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"index_topk": ' + "9" * 5000 + "}", "[]", ""])
+def test_a_file_that_is_no_config_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="utf-8")
+    assert str(file) in refused(capsys, "plan", "--model", str(file))
 
 
 def test_text_names_what_is_never_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,8 @@ def parse_bytes(text: str | int) -> int:
             f"bytes: got {text!r}, accepted are a whole number or one with KiB, MiB, GiB, TiB, KB, MB, GB, TB"
         )
     number = match.group(1).replace("_", "")
+    if len(number.partition(".")[0].lstrip("0")) > 18:
+        raise UserError(f"bytes: got a number of {len(number)} characters, accepted are at most 18 digits")
     if "." in number and unit in ("", "b"):
         raise UserError(f"bytes: got {text!r}, accepted is a whole number of bytes")
     size = _UNITS[unit]
@@ -123,11 +125,12 @@ def plan(
     )
     if (gpu_memory_bytes is None) != (weights_bytes is None):
         raise UserError("--gpu-memory-bytes and --weights-bytes are needed together (or --kv-bytes alone)")
+    activations = parse_bytes(activation_bytes)
+    if activations and gpu_memory_bytes is None:
+        raise UserError("--activation-bytes: needs --gpu-memory-bytes and --weights-bytes")
     profile = None
     if gpu_memory_bytes is not None and weights_bytes is not None:
-        profile = MemoryProfile(
-            parse_bytes(gpu_memory_bytes), parse_bytes(weights_bytes), activation_bytes=parse_bytes(activation_bytes)
-        )
+        profile = MemoryProfile(parse_bytes(gpu_memory_bytes), parse_bytes(weights_bytes), activation_bytes=activations)
     others = None if other_workspace_bytes is None else {"other users": parse_bytes(other_workspace_bytes)}
     explicit = None if kv_bytes is None else parse_bytes(kv_bytes)
 

@@ -12,7 +12,7 @@ A *rank* is one GPU. Sizes are bytes, lengths are tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, Literal
@@ -28,11 +28,24 @@ PREFILL_FACTOR_LIMIT = 262_144
 
 MAX_HEADS = 128
 """Most query heads one attention call takes."""
+_LARGEST = 1 << 40
+"""No count of tokens, heads or ranks is larger; keeps every figure a plan prints within a float."""
+_MAX_LAYERS = 10_000
+_MAX_LISTED = 4096
+"""Largest number whose divisors a message lists."""
 
 
 def _positive(name: str, value: int, at_least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name}: got {value!r}, accepted is an integer of at least {at_least}")
+    if value > _LARGEST:
+        raise ValueError(f"{name}: got more than 2^40, accepted is an integer of at most {_LARGEST}")
+
+
+def _divisors(number: int) -> str:
+    if number > _MAX_LISTED:
+        return f"divisors of {number}"
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class ModelGeometry:
             return cls.preset(model)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number too long
             raise ValueError(f"model: {path} cannot be read as JSON: {error}") from None
         if not isinstance(config, dict):
             raise ValueError(f"model: {path} holds a JSON {type(config).__name__}, accepted is an object")
@@ -175,22 +188,44 @@ def _need(config: Mapping[str, Any], key: str, label: str) -> int:
     return value
 
 
+def _layers(config: Mapping[str, Any], label: str) -> int:
+    layers = _need(config, "num_hidden_layers", label)
+    if not 1 <= layers <= _MAX_LAYERS:
+        raise ValueError(f"model: {label}: num_hidden_layers {layers}, accepted are 1 to {_MAX_LAYERS}")
+    return layers
+
+
+def _optional(config: Mapping[str, Any], key: str, label: str, default: int, at_least: int = 0) -> int:
+    """As `_need`; `default` where the key is missing or null."""
+    if config.get(key) is None:
+        return default
+    value = _need(config, key, label)
+    if value < at_least:
+        raise ValueError(
+            f"model: {label}: {key} in config.json is {value}, accepted is an integer of at least {at_least}"
+        )
+    return value
+
+
 def _full_indexers(config: Mapping[str, Any], layers: int, label: str) -> list[bool]:
     """Which layers run their own indexer (the others reuse the selection of the last one that did).
 
     The rule of transformers' configuration classes: an explicit list, else a pattern of F and S, else every
     ``index_topk_freq``-th layer after ``index_skip_topk_offset``.
     """
-    types: Sequence[Any] | None = config.get("indexer_types")
-    if types is None and config.get("index_topk_pattern") is not None:
-        types = [{"F": "full", "S": "shared"}.get(c, c) for c in config["index_topk_pattern"]]
+    key = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"
+    types: Any = config.get(key)
+    if types is not None and not isinstance(types, (list, tuple, str)):
+        raise ValueError(f"model: {label}: {key} in config.json is {types!r}, accepted is a list of {layers} entries")
+    if key == "index_topk_pattern" and types is not None:
+        types = [{"F": "full", "S": "shared"}.get(str(c), c) for c in types]
     if types is None:
-        period = max(int(config.get("index_topk_freq") or 1), 1)
-        offset = int(config.get("index_skip_topk_offset", 2))
+        period = _optional(config, "index_topk_freq", label, 1, at_least=1)
+        offset = _optional(config, "index_skip_topk_offset", label, 2)
         return [max(layer - offset + 1, 0) % period == 0 for layer in range(layers)]
     if len(types) != layers or any(kind not in ("full", "shared") for kind in types):
         raise ValueError(
-            f"model: {label}: indexer_types: got {len(types)} entries {sorted(set(map(str, types)))}, accepted are "
+            f"model: {label}: {key}: got {len(types)} entries {sorted(set(map(str, types)))}, accepted are "
             f"{layers} entries of 'full' or 'shared'"
         )
     return [kind == "full" for kind in types]
@@ -198,15 +233,15 @@ def _full_indexers(config: Mapping[str, Any], layers: int, label: str) -> list[b
 
 def _geometry_dsa(config: Mapping[str, Any], label: str, source: str) -> ModelGeometry:
     """DeepSeek-V3.2, GLM-5.x and their hybrids: one latent of 512 columns a token, with 64 rotary columns or none."""
-    layers = _need(config, "num_hidden_layers", label)
-    mtp = int(config.get("num_nextn_predict_layers") or 0)
+    layers = _layers(config, label)
+    mtp = _optional(config, "num_nextn_predict_layers", label, 0)
     latent = _need(config, "kv_lora_rank", label)
     rope = _need(config, "qk_rope_head_dim", label)
     if latent != D_V or rope not in (0, 64):
         raise ValueError(
             f"model: {label}: kv_lora_rank {latent} with qk_rope_head_dim {rope}, accepted is 512 with 64 or 0"
         )
-    pool = int(config.get("index_kpool") or 1)
+    pool = _optional(config, "index_kpool", label, 1, at_least=1)
     full = _full_indexers(config, layers, label)
     types = config.get("layer_types")
     notes: tuple[str, ...] = ()
@@ -224,7 +259,7 @@ def _geometry_dsa(config: Mapping[str, Any], label: str, source: str) -> ModelGe
         d_qk=latent + rope,
         rope_dim=rope,
         topk=_need(config, "index_topk", label),
-        index_heads=int(config.get("index_n_heads") or 0),
+        index_heads=_optional(config, "index_n_heads", label, 0),
         index_head_dim=_need(config, "index_head_dim", label),
         layers=sum(sparse),
         mtp_layers=mtp,
@@ -244,34 +279,37 @@ _V4_LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "he
 
 def _geometry_v4(config: Mapping[str, Any], label: str, source: str) -> ModelGeometry:
     """DeepSeek-V4: every layer keeps a window of raw tokens; most also keep one record for every 4 or 128 tokens."""
-    layers = _need(config, "num_hidden_layers", label)
-    mtp = int(config.get("num_nextn_predict_layers") or 0)
+    layers = _layers(config, label)
+    mtp = _optional(config, "num_nextn_predict_layers", label, 0)
     if _need(config, "head_dim", label) != D_V:
         raise ValueError(f"model: {label}: head_dim {config['head_dim']}, accepted is {D_V}")
     ratios = config.get("compress_ratios")
     if ratios is None:
         types = config.get("layer_types")
-        if not isinstance(types, list) or any(kind not in _V4_LAYER_TYPES for kind in types):
+        if not isinstance(types, list) or any(str(kind) not in _V4_LAYER_TYPES for kind in types):
             raise ValueError(f"model: {label}: neither compress_ratios nor layer_types names the ratio of every layer")
         ratios = [_V4_LAYER_TYPES[kind] for kind in types]
     if not isinstance(ratios, list) or len(ratios) < layers:
         raise ValueError(f"model: {label}: compress_ratios: accepted is a list of at least {layers} ratios")
+    unknown = sorted({repr(r) for r in ratios[: layers + mtp] if type(r) is not int or r not in (0, 4, 128)})
+    if unknown:
+        raise ValueError(f"model: {label}: compress_ratios: got [{', '.join(unknown)}], accepted are 0, 4 and 128")
     own, extra = ratios[:layers], ratios[layers : layers + mtp]
     extra = extra + [0] * (mtp - len(extra))
 
     def count(ratio: int) -> tuple[int, int]:
         return own.count(ratio), extra.count(ratio)
 
-    unknown = sorted(set(own + extra) - {0, 4, 128})
-    if unknown:
-        raise ValueError(f"model: {label}: compress_ratios: got {unknown}, accepted are 0, 4 and 128")
+    window = _need(config, "sliding_window", label)
+    if window < 1:
+        raise ValueError(f"model: {label}: sliding_window {window}, accepted is an integer of at least 1")
     return ModelGeometry(
         name=label,
         heads=_need(config, "num_attention_heads", label),
         d_qk=D_V,
-        rope_dim=int(config.get("qk_rope_head_dim") or 64),
+        rope_dim=_optional(config, "qk_rope_head_dim", label, 64),
         topk=_need(config, "index_topk", label),
-        index_heads=int(config.get("index_n_heads") or 0),
+        index_heads=_optional(config, "index_n_heads", label, 0),
         index_head_dim=_need(config, "index_head_dim", label),
         layers=layers,
         mtp_layers=mtp,
@@ -279,7 +317,7 @@ def _geometry_v4(config: Mapping[str, Any], label: str, source: str) -> ModelGeo
         groups=(
             CacheGroup("attention 1:4", "attention", *count(4), tokens_per_record=4),
             CacheGroup("attention 1:128", "attention", *count(128), tokens_per_record=128),
-            CacheGroup("window", "attention", layers, mtp, window=_need(config, "sliding_window", label)),
+            CacheGroup("window", "attention", layers, mtp, window=window),
             CacheGroup("indexer 1:4", "indexer", *count(4), tokens_per_record=4),
         ),
         formats=(KVFormat.FP8_V4, KVFormat.FP8_V41),
@@ -392,8 +430,7 @@ class Parallelism:
         ranks = self.tp * self.pcp
         if ranks % self.dcp:
             given = f"tp {self.tp}" if self.pcp == 1 else f"tp · pcp = {ranks}"
-            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-            raise ValueError(f"dcp: got {self.dcp}, which does not divide {given}; accepted are {divisors}")
+            raise ValueError(f"dcp: got {self.dcp}, which does not divide {given}; accepted are {_divisors(ranks)}")
 
     @property
     def world(self) -> int:
@@ -442,6 +479,11 @@ class ServingLimits:
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, accepted is at least max_num_seqs = "
                 f"{self.max_num_seqs} (every request of a step has a query token)"
             )
+        if self.max_num_batched_tokens <= self.spec_tokens:
+            raise ValueError(
+                f"spec_tokens: got {self.spec_tokens}, accepted is at most max_num_batched_tokens - 1 = "
+                f"{self.max_num_batched_tokens - 1} (a decode has 1 + spec_tokens query tokens of one step)"
+            )
         if self.prefill_factor is None:
             short = self.max_model_len <= PREFILL_FACTOR_LIMIT
             object.__setattr__(self, "prefill_factor", PREFILL_FACTOR_SHORT if short else PREFILL_FACTOR_LONG)
@@ -489,10 +531,13 @@ class ServingConfig:
     def __post_init__(self) -> None:
         model, parallel = self.model, self.parallel
         if model.heads % parallel.tp:
-            divisors = ", ".join(str(d) for d in range(1, model.heads + 1) if model.heads % d == 0)
             raise ValueError(
                 f"tp: got {parallel.tp}, which does not divide the {model.heads} heads of {model.name}; "
-                f"accepted are {divisors}"
+                f"accepted are {_divisors(model.heads)}"
+            )
+        if self.heads > MAX_HEADS:
+            raise ValueError(
+                f"tp: got {parallel.tp}, which leaves a rank {self.heads} heads; accepted are at most {MAX_HEADS}"
             )
         fmt = self.limits.cache_format or model.formats[0]
         if fmt not in model.formats:
