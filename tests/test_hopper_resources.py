@@ -9,8 +9,13 @@ import importlib.util
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from generators import random_call
+from sparsemla.kernels.call import AttentionCall
 
 TABLE = Path(__file__).parent / "data" / "hopper_resources.json"
 KNOWN: dict[str, dict[str, int]] = json.loads(TABLE.read_text())
@@ -107,3 +112,45 @@ def test_prepare_loads_whatever_choose_can_pick(heads: int, monkeypatch: pytest.
 def test_prepare_refuses_head_counts_that_no_call_has(heads: int) -> None:
     with pytest.raises(ValueError, match=f"heads: got {heads}"):
         hopper.prepare(heads, device=0)
+
+
+class _Loaded:
+    """Stands for a loaded kernel and keeps what was launched."""
+
+    def __init__(self, variant: build.Variant, limit: int, launched: list[tuple[build.Variant, int]]) -> None:
+        self.variant, self.launched = variant, launched
+        self.active_clusters = 132 // variant.cluster if variant.cluster <= limit else 0
+
+    def launch(self, clusters: int, arguments: params.Arguments, stream: int) -> None:
+        assert self.active_clusters > 0
+        self.launched.append((self.variant, clusters))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(16, 16), (8, 8), (1, 1)])
+def test_a_device_without_large_clusters_gets_smaller_ones(
+    limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = random_call(rows=1, heads=8, topk=2048)
+    checked = AttentionCall(
+        q_nope=call.q[..., :512],
+        q_rope=call.q[..., 512:],
+        cache=call.cache,
+        indices=call.indices,
+        softmax_scale=0.05,
+        topk_lengths=None,
+        block_table=None,
+        request_ids=None,
+        context_shard=None,
+        attn_sink=None,
+        extra=None,
+        schedule=None,
+        out=torch.empty((1, 8, 512), dtype=torch.bfloat16),
+        lse=torch.empty((1, 8)),
+    )
+    launched: list[tuple[build.Variant, int]] = []
+    monkeypatch.setattr(hopper, "load", lambda variant, index: _Loaded(variant, limit, launched))
+    monkeypatch.setattr(hopper, "_sms", lambda index: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
+    hopper.run(checked)
+    assert launched == [(build.Variant("sparse", 8, True, expected), 1)]

@@ -142,6 +142,9 @@ def run(call: AttentionCall) -> None:
     head_tiles = -(-heads // tile_heads)
     tiles = rows * head_tiles
     kernel = load(Variant("sparse", tile_heads, rope, cluster, bool(TRACE)), index)
+    while kernel.active_clusters == 0 and cluster > 1:  # a device whose partitions are too small for so large a cluster
+        cluster //= 2
+        kernel = load(Variant("sparse", tile_heads, rope, cluster, bool(TRACE)), index)
     clusters = min(tiles, kernel.active_clusters) if cluster == 1 else tiles
     kernel.launch(clusters, arguments(call, head_tiles, tiles), torch.cuda.current_stream(index).cuda_stream)
 

@@ -81,16 +81,14 @@ def load(variant: Variant, device_index: int) -> Loaded:
 
     Raises:
         RuntimeError: the driver refused the image (a driver older than the compiler, say), or a graph is being
-        captured (loading is not
-            something a capture may hold: see `sparsemla.kernels.hopper.prepare`).
+            captured: loading has no place there, see `sparsemla.kernels.hopper.prepare`.
     """
     from cuda.bindings import driver
 
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"kernel {variant.name} is first needed inside a graph capture: run the call once before, or load every "
-            "variant of a "
-            "head count with sparsemla.kernels.hopper.prepare(heads)"
+            "variant of a head count with sparsemla.kernels.hopper.prepare(heads)"
         )
     code = load_code(variant)
     with torch.cuda.device(device_index):
