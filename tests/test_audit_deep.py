@@ -63,9 +63,27 @@ def test_reads_by_every_way_in_count(device: torch.device, dtype: torch.dtype) -
     accused = [a for a in ledger.allocations if a.read == "never read" or (a.read == "unknown" and a.dead)]
     assert not accused, accused
     tensors = [a for a in ledger.allocations if a.shape is not None and a.op != "aten::lift_fresh"]
-    assert {a.read for a in tensors} == {"read"}
+    inner = [a for a in tensors if any(name.startswith("aten::") for name in a.via)]  # parts of PyTorch's own
+    assert {a.read for a in tensors if a not in inner} == {"read"}
+    assert {a.read for a in inner} <= {"read", "unknown"}
     assert of(ledger, 52 * 4).never_written == 2 * 4
     assert of(ledger, 96 * dtype.itemsize).never_written == 48 * dtype.itemsize  # every other element, pass by pass
+
+
+def test_a_corruption_that_permutes_values_does_not_hide_a_read(device: torch.device) -> None:
+    """Flipping a low bit makes a range of indices, a mask half set and flags a permutation of what they were."""
+
+    def code() -> list[torch.Tensor]:
+        table = torch.arange(1000.0, device=device)
+        indices = torch.arange(1000, device=device)
+        mask = torch.arange(104, device=device) % 2 == 0
+        flags = (torch.arange(107, device=device) % 2)[:106].clone().to(torch.int16)
+        levels = torch.arange(256, device=device).to(torch.uint8)
+        return [table[indices].sum(), mask.sum(), flags.sum(), (flags != 0).sum(), torch.bincount(levels)]
+
+    ledger = audit.run(code, deep=True).ledger
+    assert not [a for a in ledger.allocations if a.read == "never read"]
+    assert of(ledger, 8000).read == of(ledger, 104).read == of(ledger, 212).read == of(ledger, 256).read == "read"
 
 
 def test_two_passes_are_exact_to_the_byte(device: torch.device) -> None:

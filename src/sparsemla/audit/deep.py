@@ -32,8 +32,6 @@ _CHUNK: Final = 8 << 20  # elements compared at once
 _DEPTH: Final = 12
 
 _WORD: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Every bit, then a mix. Integers larger than a byte may be indices: only their lowest bits move, so that a corrupted
-# run reads a neighbour rather than an address that ends the process. Booleans must stay 0 or 1.
 _MIX: Final = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
 _INTEGERS: Final = frozenset({torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64})
 
@@ -46,14 +44,23 @@ class Target:
     region: str | None = None
 
 
-def _flip_of(dtype: torch.dtype, attempt: int) -> tuple[torch.dtype, int]:
-    """The integer type to see elements of `dtype` as, and what to XOR them with."""
-    size = min(dtype.itemsize, 8)
+def _flipped(words: torch.Tensor, dtype: torch.dtype, attempt: int) -> torch.Tensor:
+    """Words of a tensor of `dtype`, corrupted.
+
+    Every bit, then a mix. Integers larger than a byte may be indices: only their two lowest bits move, so that a
+    corrupted run reads a neighbour rather than an address that ends the process. Booleans must stay 0 or 1.
+
+    The first attempt is one-to-one: it can turn the values of a tensor (a range of indices, a mask half set) into a
+    permutation of themselves, and a sum over what they select does not see that. The second is not.
+    """
     if dtype is torch.bool:
-        return torch.int8, 1
+        return words ^ 1 if attempt == 0 else words * 0
     if dtype in _INTEGERS:
-        return _WORD[size], (1, 2)[attempt]
-    return _WORD[size], (-1, _MIX[size])[attempt]
+        return words ^ 1 if attempt == 0 else (words & -4) | (1 + ((words & 3) == 1).to(words.dtype))
+    if attempt == 0:
+        return words ^ -1
+    size = words.element_size()
+    return (words ^ _MIX[size]) & 0x7F if size == 1 else words ^ _MIX[size]
 
 
 class Probe:
@@ -79,7 +86,7 @@ class Probe:
             return
         self._attach(live.storage, 0, live.nbytes, live.dtype, at=live.born)
         if written and self._last is not None:
-            self._last = _words(self._view(), live.dtype, self.attempt)[0].bitwise_not()  # all of it counts as changed
+            self._last = _words(self._view(), live.dtype).bitwise_not()  # all of it counts as changed
 
     def resized(self, live: Live) -> None:
         if self.storage is live.storage and self.target.index is not None and self._last is not None:
@@ -87,7 +94,7 @@ class Probe:
             self._high, self._dtype = view.numel(), live.dtype
             fresh = view.clone()
             fresh[: old.numel()] = old[: fresh.numel()]
-            self._last = _words(fresh, live.dtype, self.attempt)[0].clone()
+            self._last = _words(fresh, live.dtype).clone()
 
     def died(self, live: Live) -> None:
         if self.storage is live.storage:
@@ -114,13 +121,13 @@ class Probe:
 
     def after_fill(self, storage: torch.UntypedStorage) -> None:
         if self.storage is storage and self.target.index is not None:
-            self._last = _words(self._view(), self._dtype, self.attempt)[0].clone()
+            self._last = _words(self._view(), self._dtype).clone()
 
     def _attach(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype, *, at: int) -> None:
         if (high - low) % dtype.itemsize or low % min(dtype.itemsize, 8):
             dtype = torch.uint8
         self.storage, self._low, self._high, self._dtype, self._known_at = storage, low, high, dtype, at
-        self._last = _words(self._view(), dtype, self.attempt)[0].clone()
+        self._last = _words(self._view(), dtype).clone()
 
     def _detach(self) -> None:
         self.storage, self._last = None, None
@@ -157,14 +164,14 @@ class Probe:
         """Flip what changed since the last look."""
         if self._last is None:
             return
-        now, mask = _words(self._view(), self._dtype, self.attempt)
+        now = _words(self._view(), self._dtype)
         changed = False
         for low in range(0, now.numel(), _CHUNK):
             part, last = now[low : low + _CHUNK], self._last[low : low + _CHUNK]
             differs = part != last
             if bool(differs.any()):
                 changed = True
-                part.copy_(torch.where(differs, part ^ mask, part))
+                part.copy_(torch.where(differs, _flipped(part, self._dtype, self.attempt), part))
                 last.copy_(part)
         if changed:
             self.flipped = True
@@ -172,9 +179,9 @@ class Probe:
                 self.opaque = self.opaque or why
 
 
-def _words(data: torch.Tensor, dtype: torch.dtype, attempt: int) -> tuple[torch.Tensor, int]:
-    kind, mask = _flip_of(dtype, attempt)
-    return data.view(kind), mask
+def _words(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes seen as the integers that an element of `dtype` is corrupted as."""
+    return data.view(_WORD[min(dtype.itemsize, 8)])
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

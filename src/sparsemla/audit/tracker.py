@@ -115,6 +115,12 @@ def _short(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
+def _inside_trusted(stack: list[Frame]) -> bool:
+    """Whether an operator runs as a part of one of PyTorch's own. Nothing is corrupted there: such an operator believes
+    what its parts return (`bincount` allocates by the maximum it just took), and would write past its memory."""
+    return any(outer.trusted for outer in stack)
+
+
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream: nothing may be looked at or filled then."""
     return cuda_in_use() and torch.cuda.is_current_stream_capturing()
@@ -181,7 +187,7 @@ class Tracker:
             self.sweep()
             if self.outside is not None and all(not outer.trusted for outer in stack):
                 self._keep_outside(written_arguments(func, args, kwargs))
-            if self.probe is not None:
+            if self.probe is not None and not _inside_trusted(stack):
                 self.probe.before(frame, capturing=capturing())
         finally:
             self.busy = was
@@ -193,7 +199,7 @@ class Tracker:
                 self._grown(frame, stack, tensor)
             for tensor in outputs:
                 self._born(frame, stack, tensor)
-            if self.probe is not None:
+            if self.probe is not None and not _inside_trusted(stack):
                 self.probe.after(frame, outputs, capturing=capturing())
         finally:
             self.busy = was
