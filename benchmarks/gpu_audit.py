@@ -7,9 +7,10 @@
 3. The serving layer under policy `flashmla`, 786,432 tokens a request: the 1.69 GiB prefill buffer is dead on the mixed
    path (16 heads a rank) and alive to the last byte on the separate one (32 heads a rank).
 
-Run: ``python benchmarks/gpu_audit.py [--peer-path DIR] [--json FILE]`` on a Hopper GPU. Prints a JSON of what was seen;
-exit status 1 when anything is not as expected, with the reasons in `unexpected`. ``--device cpu --small`` runs parts 2
-and 3 in small on any machine.
+Run: ``python benchmarks/gpu_audit.py [--peer-path DIR] [--json FILE] [--parts peer,ours,mixed,separate]`` on a Hopper
+GPU. Prints a JSON of what was seen; exit status 1 when anything is not as expected, with the reasons in `unexpected`.
+``--parts`` leaves slow parts out (`mixed` and `separate` are part 3). ``--device cpu --small`` runs parts 2 and 3 in
+small on any machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,28 @@ class Size:
 
 
 FULL = Size(tokens=8192, heads=64, topk=2048, pool=32_768, max_model_len=786_432, prefill_tokens=4092)
+PARTS = ("peer", "ours", "mixed", "separate")
 SMALL = Size(tokens=16, heads=64, topk=64, pool=1024, max_model_len=1024, prefill_tokens=8)
 
 
-def main() -> int:
-    """Runs the three parts; 0 when all is as expected."""
+def parts_of(text: str) -> tuple[str, ...]:
+    """``ours,mixed`` → those parts, in the order they run. argparse reports a name that is none."""
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in PARTS]
+    if unknown or not wanted:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted are {', '.join(PARTS)}, separated by commas")
+    return tuple(name for name in PARTS if name in wanted)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts asked for; 0 when all is as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a size for machines without a GPU")
     parser.add_argument("--peer-path", type=Path, help="folder that holds the unpacked flash_mla package")
     parser.add_argument("--json", type=Path, help="also write the report here")
-    given = parser.parse_args()
+    parser.add_argument("--parts", type=parts_of, default=PARTS, help="which of peer,ours,mixed,separate (default all)")
+    given = parser.parse_args(argv)
     if given.peer_path is not None:
         sys.path.insert(0, str(given.peer_path))
     device, size = torch.device(given.device), SMALL if given.small else FULL
@@ -68,7 +80,7 @@ def main() -> int:
 
     unexpected: list[str] = []
     report: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/gpu_audit.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/gpu_audit.py", *(sys.argv[1:] if argv is None else argv)]),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "size": asdict(size),
@@ -81,10 +93,13 @@ def main() -> int:
             ("mixed", lambda: serving(size, device, tp=4, dead=True, unexpected=unexpected)),
             ("separate", lambda: serving(size, device, tp=2, dead=False, unexpected=unexpected)),
         ):
+            if name not in given.parts:
+                continue
             begin = time.perf_counter()
             print(f"{name} ...", file=sys.stderr, flush=True)
             report[name] = part()
             report[name]["seconds"] = round(time.perf_counter() - begin, 1)
+    report["parts"] = list(given.parts)
     report["unexpected"] = unexpected
     report["ok"] = not unexpected
     text = json.dumps(report, indent=2)

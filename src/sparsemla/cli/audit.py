@@ -53,6 +53,8 @@ def audit(
     """
     if (script is None) == (call is None):
         raise UserError("audit: give either a script or --call module:function (sparsemla audit --help)")
+    if top < 0:
+        raise UserError(f"--top: got {top}, accepted is at least 0")
     limit = None if fail_over is None else parse_bytes(fail_over)
     options: dict[str, Any] = {"deep": deep, "deep_min_bytes": parse_bytes(deep_min_bytes), "deep_max": deep_max}
     with _progress(wanted=deep or passes > 1) as tell:
