@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -217,6 +219,15 @@ def test_wrap_errors() -> None:
         PagedKVCache.wrap(torch.zeros((1, 64, 656), dtype=u8).expand(2, 64, 656), "fp8_ds_mla")
     with pytest.raises(ValueError, match=r"data: got the address"):
         PagedKVCache.wrap(torch.zeros(656 * 64 + 8, dtype=u8)[8:].view(1, 64, 656), "fp8_ds_mla")
+    for data, words in (
+        ([1], "data: got list, accepted is a tensor"),
+        (torch.zeros((1, 64, 656), dtype=u8).to_sparse(), "data: got layout torch.sparse_coo, accepted is a dense"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            PagedKVCache.wrap(data, "fp8_ds_mla")  # type: ignore[arg-type]
+    for block_size in ("64", 2.5, 0):
+        with pytest.raises(ValueError, match=r"block_size: got .*, accepted is an integer of at least 1"):
+            PagedKVCache.wrap(torch.zeros((1, 656 * 64), dtype=u8), "fp8_ds_mla", block_size)  # type: ignore[arg-type]
 
 
 def test_other_errors() -> None:
@@ -224,6 +235,12 @@ def test_other_errors() -> None:
         PagedKVCache.allocate(-1, 64, "bf16")
     with pytest.raises(ValueError, match=r"block_size: got 0"):
         PagedKVCache.allocate(1, 0, "bf16")
+    for pages, block, name in ((1.5, 64, "num_pages"), (True, 64, "num_pages"), (1, None, "block_size")):
+        with pytest.raises(ValueError, match=rf"{name}: got .*, accepted is an integer of at least"):
+            PagedKVCache.allocate(pages, block, "bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"device: got 'abacus', accepted is a device of this machine"):
+        PagedKVCache.allocate(1, 64, "bf16", device="abacus")
+    assert PagedKVCache.allocate(np.int64(2), np.int64(3), "bf16").num_slots == 6
     cache = PagedKVCache.allocate(1, 64, "fp8_ds_mla")
     with pytest.raises(ValueError, match=r"slots: got shape \(1, 1\) of torch.int64"):
         cache.read(torch.zeros((1, 1), dtype=torch.int64))
@@ -235,6 +252,19 @@ def test_other_errors() -> None:
         cache.write_bytes(torch.tensor([0]), torch.zeros((1, 655), dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"slots: got device meta"):
         cache.read(torch.zeros(1, dtype=torch.int64, device="meta"))
+    slot, one = torch.tensor([0]), [1]
+    no_tensor: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("slots", lambda: cache.read(one)),  # type: ignore[arg-type]
+        ("kv", lambda: cache.write(slot, one)),  # type: ignore[arg-type]
+        ("records", lambda: cache.write_bytes(slot, one)),  # type: ignore[arg-type]
+        ("kv", lambda: pack(one, "bf16")),  # type: ignore[arg-type]
+        ("records", lambda: unpack(one, "bf16")),  # type: ignore[arg-type]
+    )
+    for name, call in no_tensor:
+        with pytest.raises(ValueError, match=f"{name}: got list, accepted is a tensor"):
+            call()
+    with pytest.raises(ValueError, match=r"records: got device meta"):
+        cache.write_bytes(slot, torch.zeros((1, 656), dtype=torch.uint8, device="meta"))
 
 
 # ------------------------------------------------------------------------------------------------ block tables
@@ -296,7 +326,16 @@ def test_block_table_round_trip_through_a_cache() -> None:
 
 
 def test_block_table_errors() -> None:
-    table, requests, positions = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(3), torch.zeros((3, 4))
+    table, requests = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    positions = torch.zeros((3, 4), dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table: got list, accepted is a tensor"):
+        slots_from_positions([0], requests, positions, 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"positions: got dtype torch.float32, accepted is an integer dtype"):
+        slots_from_positions(table, requests, positions.float(), 64)
+    with pytest.raises(ValueError, match=r"request_ids: got device meta, accepted is that of positions, cpu"):
+        slots_from_positions(table, requests.to("meta"), positions, 64)
+    with pytest.raises(ValueError, match=r"num_slots: got 'x', accepted is an integer of at least 0"):
+        slots_from_positions(table, requests, positions, 64, num_slots="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"block_table: got shape \(2,\)"):
         slots_from_positions(table[0], requests, positions, 64)
     with pytest.raises(ValueError, match=r"positions: got shape \(3, 4, 1\)"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,22 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setitem(sys.modules, models.FAMILIES[0].module, None)  # type: ignore[arg-type]
     assert main(["check"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "sparsemla: check needs transformers with GlmMoeDsaForCausalLM: pip install 'sparsemla[transformers]'"
+        "sparsemla: check needs transformers with GlmMoeDsaForCausalLM (import of transformers.models.glm_moe_dsa "
+        "halted; None in sys.modules): pip install 'sparsemla[transformers]'"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_old_transformers_is_one_line(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_device", torch.device)  # no GPU is needed to be refused
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.17.0"))
+    assert main(["check", "--device", device]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "sparsemla: transformers: got version 5.17.0, accepted is 5.20 or newer: pip install "
+        "'sparsemla[transformers]'\n",
     )
 
 

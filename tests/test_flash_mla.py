@@ -326,7 +326,10 @@ def test_prefill_over_a_strided_kv() -> None:
         ({"causal": True}, "causal: got True, accepted is False with indices"),
         ({"head_dim_v": 576}, "head_dim_v: got 576, accepted is 512"),
         ({"q": torch.zeros(2, 8, 576)}, "q: got (2, 8, 576) float32, accepted is (batch, seq_len_q, heads, head_dim)"),
-        ({"q": torch.zeros(3, 2, 8, 576)}, "q: got (6, 8, 576) float32, accepted is (T, H, 576) bfloat16"),
+        (
+            {"q": torch.zeros(3, 2, 8, 576)},
+            "q: got (3, 2, 8, 576) float32, accepted is (batch, seq_len_q, heads",
+        ),
         ({"indices": torch.zeros(3, 2, 8)}, "indices: got (3, 2, 8) float32, accepted is (3, 2, topk) int32"),
         ({"indices": torch.zeros(3, 8, dtype=torch.int32)}, "indices: got (3, 8) int32, accepted is (batch, seq_len_q"),
         (
@@ -343,7 +346,7 @@ def test_prefill_over_a_strided_kv() -> None:
             {"k_cache": torch.zeros(2, 64, 1, 584, dtype=torch.uint8)},
             "k_cache: got 584 bytes a token with head_dim 576",
         ),
-        ({"kv_format": "V41"}, "k_cache: data: got shape (6, 64, 1, 656) for format fp8_v41"),
+        ({"kv_format": "V41"}, "k_cache: got shape (6, 64, 1, 656) for format fp8_v41"),
         ({"kv_format": "V5"}, "kv_format: got 'V5', accepted are 'V32', 'V32_NO_ROPE', 'V4', 'V41' and None"),
         (
             {"is_fp8_kvcache": False},
@@ -384,6 +387,9 @@ def test_prefill_over_a_strided_kv() -> None:
             "extra_indices_in_kvcache: got None, required with extra_k_cache",
         ),
         ({"attn_sink": torch.zeros(3)}, "attn_sink: got (3,) float32, accepted is (8,) float32 or None"),
+        ({"kv_format": ["V32"]}, "kv_format: got ['V32'], accepted are 'V32', 'V32_NO_ROPE', 'V4', 'V41' and None"),
+        ({"out": 1}, "out: got 1, accepted is (3, 2, 8, 512) bfloat16"),
+        ({"out": torch.zeros(3, 2, 8, 512)}, "out: got (3, 2, 8, 512) float32, accepted is (3, 2, 8, 512) bfloat16"),
         ({"softmax_scale": float("nan")}, "softmax_scale: got nan, accepted is a finite float"),
         ({"out": torch.zeros(3, 2, 8, 576)}, "out: got (3, 2, 8, 576) float32, accepted is (3, 2, 8, 512) bfloat16"),
         (
@@ -410,14 +416,25 @@ def test_decode_errors(change: dict[str, Any], words: str) -> None:
         ({"kv": torch.zeros(9, 1, 576)}, "kv: got (9, 1, 576) float32, accepted is (s_kv, 1, 576) bfloat16"),
         (
             {"indices": torch.zeros((3, 4), dtype=torch.int32)},
-            "indices: got (3, 4) int32, accepted is (s_q, 1, topk) int32",
+            "indices: got (3, 4) int32, accepted is (3, 1, topk) int32",
         ),
         (
             {"indices": torch.zeros((3, 2, 4), dtype=torch.int32)},
-            "indices: got (3, 2, 4) int32, accepted is (s_q, 1, topk)",
+            "indices: got (3, 2, 4) int32, accepted is (3, 1, topk)",
         ),
-        ({"indices": torch.zeros(3, 1, 4)}, "indices: got (3, 4) float32, accepted is (3, topk) int32"),
+        ({"indices": torch.zeros(3, 1, 4)}, "indices: got (3, 1, 4) float32, accepted is (3, 1, topk) int32"),
         ({"indexer_topk": -1}, "indexer_topk: got -1, accepted is an integer of at least 0"),
+        ({"sm_scale": 1e35}, "sm_scale: got a number above 3.2e+32, accepted is one of at most that magnitude"),
+        ({"sm_scale": 10**400}, "sm_scale: got a number above 3.2e+32"),
+        ({"q": torch.zeros(3, 4, 576)}, "q: got (3, 4, 576) float32, accepted is (s_q, heads, head_dim) bfloat16"),
+        (
+            {"kv": torch.zeros((9, 1, 576), dtype=torch.bfloat16, device="meta")},
+            "kv: got a tensor on meta, accepted is cpu, where q is",
+        ),
+        (
+            {"topk_length": torch.zeros(3, dtype=torch.int32, device="meta")},
+            "topk_length: got a tensor on meta, accepted is cpu, where q is",
+        ),
         ({"sm_scale": float("inf")}, "sm_scale: got inf, accepted is a finite float"),
         ({"sm_scale": torch.tensor(1.0)}, "sm_scale: got () float32, accepted is a finite float"),
         ({"topk_length": torch.zeros(2, dtype=torch.int32)}, "topk_length: got (2,) int32, accepted is (3,) int32"),
@@ -443,6 +460,8 @@ def test_prefill_errors(change: dict[str, Any], words: str) -> None:
             {"cache_seqlens": torch.zeros(2, 2)},
             "cache_seqlens: got (2, 2) float32, accepted is a (batch,) int32 tensor",
         ),
+        ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens: got (2,) float32, accepted is a (batch,) int32 tensor"),
+        ({"num_q_tokens_per_head_k": 65}, "num_q_tokens_per_head_k: got 65, accepted is seq_len_q · num_heads_q"),
         ({"num_heads_k": 2}, "num_heads_k: got 2, accepted is 1"),
         ({"num_heads_q": None}, "num_heads_q: got None, accepted is the number of query heads"),
         ({"num_q_tokens_per_head_k": 3}, "num_q_tokens_per_head_k: got 3, accepted is seq_len_q · num_heads_q"),

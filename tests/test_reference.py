@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,34 @@ def test_positions_give_what_their_slots_give() -> None:
     assert torch.equal(got[1], want[1])
     with pytest.raises(ValueError, match="request_ids: got None, required with block_table"):
         reference_attention(q, cache, positions, softmax_scale=0.04, block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": None}, "q: got NoneType, accepted is (T, H, 576) for fp8_ds_mla records"),
+        ({"q": torch.zeros(2, 4, 512)}, "q: got (2, 4, 512) torch.float32, accepted is (T, H, 576)"),
+        ({"cache": None}, "cache: got NoneType, accepted is a PagedKVCache"),
+        ({"indices": torch.zeros(1, 3, dtype=torch.int32)}, "indices: got (1, 3) torch.int32, accepted is (2, topk)"),
+        ({"indices": torch.zeros(2, 3)}, "indices: got (2, 3) torch.float32, accepted is (2, topk) of an integer"),
+        ({"softmax_scale": None}, "softmax_scale: got NoneType, accepted is a number"),
+        ({"topk_lengths": torch.zeros(3)}, "topk_lengths: got (3,) torch.float32, accepted is (2,) or None"),
+        ({"attn_sink": 1}, "attn_sink: got int, accepted is (4,) or None"),
+        ({"extra": 1}, "extra: got 1, accepted is (cache, indices[, topk_lengths])"),
+        ({"request_ids": torch.zeros(2)}, "request_ids: got one without block_table"),
+        ({"context_shard": (0, 2, 1)}, "context_shard: got one without block_table"),
+    ],
+)
+def test_errors(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "q": torch.zeros(2, 4, 576),
+        "cache": PagedKVCache.allocate(1, 8, "fp8_ds_mla"),
+        "indices": torch.zeros(2, 3, dtype=torch.int32),
+        "softmax_scale": 0.1,
+        **change,
+    }
+    with pytest.raises(ValueError, match=re.escape(words)):
+        reference_attention(given.pop("q"), given.pop("cache"), given.pop("indices"), **given)
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 16), (4, 64)])

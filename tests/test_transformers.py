@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import sparsemla.integrations.transformers as integration
 from sparsemla import KVFormat, pack, unpack
 from sparsemla.cli._check_models import FAMILIES, SMALL, Family, make_model, random_prompts
 from sparsemla.integrations.transformers import attach, detach
@@ -47,6 +52,30 @@ def _inference(models: dict[str, Any]) -> Iterator[None]:
     torch.set_num_threads(threads)
     for one in models.values():
         assert "_sparsemla_attachment" not in one.__dict__, "a test left a model attached"
+
+
+def test_the_oldest_transformers_served(glm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert declared["optional-dependencies"]["transformers"] == [
+        f"transformers>={'.'.join(map(str, integration.MIN_TRANSFORMERS))}"
+    ]
+    for version in ("5.20.0", "5.20.0.dev0", "5.100.1", "6.0.0rc1"):
+        monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
+        integration.require_transformers()
+    for version in ("5.19.9", "4.99.0", "5.2.0", "unknown"):
+        monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
+        with pytest.raises(ValueError, match=f"transformers: got version {version}, accepted is 5.20 or newer"):
+            attach(glm, max_tokens=64)
+
+
+def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ValueError, match=r"transformers: not installed, accepted is 5\.20 or newer"):
+        integration.require_transformers()
 
 
 def prompts() -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +17,9 @@ from sparsemla.schedule import D_V, SplitSchedule
 
 MAX_HEADS = 128
 """Most query heads of a call."""
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_POSITIONS = 2**31
+"""Positions are int32; a shard's round over all ranks is no longer."""
 
 Query: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]"
 Extra: TypeAlias = (
@@ -45,7 +47,7 @@ def sparse_mla_attention(
 
     T query rows (tokens, of any mixture of requests), H query heads, one key and value head; the value is the first 512
     columns of the key. All tensors lie on one device. Nothing here waits for the device, so a call can be captured
-    in a CUDA graph, and a replay sees what the tensors hold then.
+    in a CUDA graph, and a replay sees what the tensors hold then. Inference only: the result carries no gradient.
 
     An index that names no record of the cache (-1, or anything outside [0, num_slots)), a position that its request
     or this rank does not hold, and a row whose request id is out of range are "no key": never read, never counted. A
@@ -59,14 +61,15 @@ def sparse_mla_attention(
         cache: the keys.
         indices: (T, topk) int32: slots, or positions inside the row's request when `block_table` is given. The last
             dimension is contiguous, the row stride free.
-        softmax_scale: a finite number; multiplies q · k.
+        softmax_scale: a number, finite in float32; multiplies q · k.
         topk_lengths: (T,) int32: only that many leftmost indices of a row count; clamped to [0, topk].
         block_table: (R, P) int32: page of the cache that holds positions i · block_size and on of a request.
             Positions are turned into slots where the keys are read; no converted copy of `indices` is made.
         request_ids: (T,) int32: the request of each row; given exactly when `block_table` is.
         context_shard: (rank, world, interleave), only with `block_table`: attend only the positions this rank holds,
             position p belonging to rank (p // interleave) % world and being local position
-            p // (interleave · world) · interleave + p % interleave there. Merge ranks' answers by their lse.
+            p // (interleave · world) · interleave + p % interleave there; interleave · world below 2^31. Merge ranks'
+            answers by their lse.
         attn_sink: (H,) float32: out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)). The returned lse is
             without it.
         extra: a second (cache, indices) or (cache, indices, topk_lengths) attended under the same softmax; indices
@@ -183,6 +186,8 @@ def _positions(
     rank, world, interleave = (int(n) for n in context_shard)
     if not (0 <= rank < world and interleave >= 1):
         raise ValueError(f"context_shard: got {(rank, world, interleave)}, {accepted}")
+    if world * interleave >= _POSITIONS:
+        raise ValueError(f"context_shard: got {(rank, world, interleave)}, accepted is world * interleave below 2**31")
     return rank, world, interleave
 
 
@@ -230,9 +235,15 @@ def _scale(softmax_scale: Any) -> float:
     # A tensor would do, but reading one from a device waits for it.
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | np.integer | np.floating):
         raise ValueError(f"softmax_scale: got {_describe(softmax_scale)}, accepted is a finite float")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale: got {softmax_scale}, accepted is a finite float")
+    # Python compares an integer of any size with a float exactly; converting it first might overflow.
+    if not -_FLOAT32_MAX <= softmax_scale <= _FLOAT32_MAX:
+        raise ValueError(f"softmax_scale: got {_number(softmax_scale)}, accepted is a finite float (float32)")
     return float(softmax_scale)
+
+
+def _number(given: Any) -> str:
+    """A number, for a message: thousands of digits are not printed."""
+    return "an integer above 10**30" if isinstance(given, int) and abs(given) > 10**30 else str(given)
 
 
 def _output(

@@ -8,7 +8,9 @@ and is skipped on writing, on every device alike, without asking the device firs
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,11 +86,12 @@ class PagedKVCache:
         """A new pool of zeros.
 
         Raises:
-            ValueError: negative num_pages, block_size below 1, unknown format or width.
+            ValueError: negative num_pages, block_size below 1, unknown format or width, no such device.
         """
-        if num_pages < 0:
-            raise ValueError(f"num_pages: got {num_pages}, accepted is at least 0")
+        check_count("num_pages", num_pages, 0)
+        check_count("block_size", block_size, 1)
         layout = record_layout(fmt, d_qk)
+        device = _checked_device(device)
         page_bytes = layout.page_bytes(block_size)
         if layout.format is KVFormat.BF16:
             data = torch.zeros((num_pages, block_size, layout.d_qk), dtype=torch.bfloat16, device=device)
@@ -133,7 +136,8 @@ class PagedKVCache:
         if by_page:
             if block_size is None:
                 raise ValueError("block_size: got None, required where data is (pages, page_bytes)")
-            if block_size < 1 or shape[1] < block_size * layout.record_bytes:
+            check_count("block_size", block_size, 1)
+            if shape[1] < block_size * layout.record_bytes:
                 least = block_size * layout.record_bytes
                 raise ValueError(
                     f"data: got shape {shape}, accepted is at least {least} bytes a page for block_size {block_size}"
@@ -175,6 +179,7 @@ class PagedKVCache:
             ValueError: wrong shape, dtype, device or scale style.
         """
         self._check_slots(slots)
+        _check_tensor("kv", kv)
         if kv.dim() != 2 or kv.shape[0] != slots.shape[0] or kv.shape[1] != self.d_qk:
             raise ValueError(f"kv: got shape {tuple(kv.shape)}, accepted is ({slots.shape[0]}, {self.d_qk})")
         if kv.device != self.device:
@@ -184,11 +189,14 @@ class PagedKVCache:
     def write_bytes(self, slots: torch.Tensor, records: torch.Tensor) -> None:
         """Store logical records (n, record_bytes) uint8, as `gather_bytes` returns them; `slots` as in `write`."""
         self._check_slots(slots)
+        _check_tensor("records", records)
         if records.dtype != torch.uint8 or tuple(records.shape) != (slots.shape[0], self.layout.record_bytes):
             raise ValueError(
                 f"records: got shape {tuple(records.shape)} of {records.dtype}, "
                 f"accepted is ({slots.shape[0]}, {self.layout.record_bytes}) of torch.uint8"
             )
+        if records.device != self.device:
+            raise ValueError(f"records: got device {records.device}, accepted is the cache's, {self.device}")
         if slots.shape[0] == 0 or self.num_slots == 0:
             return
         # Skipping rows without asking the device how many there are: a skipped row repeats the first valid row, and
@@ -263,6 +271,7 @@ class PagedKVCache:
         return self.byte_view.view(torch.int64)[byte_offset // _WORD :]
 
     def _check_slots(self, slots: torch.Tensor) -> None:
+        _check_tensor("slots", slots)
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
             got = f"{tuple(slots.shape)} of {slots.dtype}"
             raise ValueError(f"slots: got shape {got}, accepted is (n,) of torch.int32 or torch.int64")
@@ -270,8 +279,34 @@ class PagedKVCache:
             raise ValueError(f"slots: got device {slots.device}, accepted is the cache's, {self.device}")
 
 
+def check_count(name: str, given: Any, least: int) -> None:
+    """ValueError unless `given` is an integer (bool is none) of at least `least`."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or int(given) < least:
+        raise ValueError(f"{name}: got {given!r}, accepted is an integer of at least {least}")
+
+
+def _check_tensor(name: str, given: Any) -> None:
+    """ValueError unless `given` is a dense tensor."""
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f"{name}: got {type(given).__name__}, accepted is a tensor")
+    if given.layout is not torch.strided:
+        raise ValueError(f"{name}: got layout {given.layout}, accepted is a dense tensor (torch.strided)")
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    """The device, if this torch has it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"device: got {str(device)!r}, accepted is a device of this machine ({why})") from None
+    return found
+
+
 def _checked_dtype(data: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """`data` with the dtype a cache of `fmt` keeps, without a copy."""
+    _check_tensor("data", data)
     if fmt is KVFormat.BF16:
         if data.dtype != torch.bfloat16:
             raise ValueError(f"data: got dtype {data.dtype} for format {fmt.value}, accepted is torch.bfloat16")
@@ -319,16 +354,23 @@ def slots_from_positions(
         rank holds or that lies beyond the block table, a request outside [0, R), a page outside the pool.
 
     Raises:
-        ValueError: wrong shapes, block_size below 1, an impossible context_shard.
+        ValueError: wrong shapes, dtypes or devices, block_size below 1, an impossible context_shard.
     """
+    for name, given in (("block_table", block_table), ("request_ids", request_ids), ("positions", positions)):
+        _check_tensor(name, given)
+        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(f"{name}: got dtype {given.dtype}, accepted is an integer dtype")
+        if given.device != positions.device:
+            raise ValueError(f"{name}: got device {given.device}, accepted is that of positions, {positions.device}")
     if block_table.dim() != 2:
         raise ValueError(f"block_table: got shape {tuple(block_table.shape)}, accepted is (requests, pages)")
     if positions.dim() not in (1, 2):
         raise ValueError(f"positions: got shape {tuple(positions.shape)}, accepted is (T,) or (T, topk)")
     if tuple(request_ids.shape) != (positions.shape[0],):
         raise ValueError(f"request_ids: got shape {tuple(request_ids.shape)}, accepted is ({positions.shape[0]},)")
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, accepted is at least 1")
+    check_count("block_size", block_size, 1)
+    if num_slots is not None:
+        check_count("num_slots", num_slots, 0)
     requests, pages = block_table.shape
     if requests == 0 or pages == 0:
         return torch.full(positions.shape, -1, dtype=torch.int64, device=positions.device)

@@ -306,6 +306,8 @@ def pack(
     Raises:
         ValueError: wrong shape, dtype, format, width or scale style.
     """
+    if not isinstance(kv, torch.Tensor):
+        raise ValueError(f"kv: got {type(kv).__name__}, accepted is a tensor (n, d_qk)")
     if kv.dim() != 2:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, accepted is (n, d_qk)")
     if not kv.dtype.is_floating_point:
@@ -355,6 +357,8 @@ def unpack(
     Raises:
         ValueError: wrong shape, dtype, format or width.
     """
+    if not isinstance(records, torch.Tensor):
+        raise ValueError(f"records: got {type(records).__name__}, accepted is a tensor (n, record_bytes)")
     if records.dim() != 2 or records.dtype != torch.uint8:
         got = f"{tuple(records.shape)} of {records.dtype}"
         raise ValueError(f"records: got shape {got}, accepted is (n, record_bytes) of torch.uint8")

@@ -47,10 +47,19 @@ def reference_attention(
     Returns:
         out (T, H, 512) float64; lse (T, H) float64, natural log of the sum of exp(logit), the sink not counted.
         A row without keys has out = 0 and lse = -inf.
+
+    Raises:
+        ValueError: shapes that do not fit; it names the argument, what was given, what is accepted.
     """
     if isinstance(q, tuple):
         parts = [part for part in q if part is not None]
         q = torch.cat(parts, dim=-1)
+    _check(q, cache, indices, topk_lengths, attn_sink)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+        raise ValueError(f"softmax_scale: got {_told(softmax_scale)}, accepted is a number")
+    if block_table is None and not (request_ids is None and context_shard is None):
+        name = "context_shard" if request_ids is None else "request_ids"
+        raise ValueError(f"{name}: got one without block_table, accepted is None then")
     rows, heads, _ = q.shape
     device = q.device
     out = torch.zeros((rows, heads, cache.layout.d_v), dtype=torch.float64, device=device)
@@ -66,10 +75,15 @@ def reference_attention(
     key_sets = [(cache, slots, topk_lengths)]
     if extra is not None:
         if isinstance(extra, tuple):
+            if len(extra) not in (2, 3):
+                raise ValueError(f"extra: got a tuple of {len(extra)}, accepted is (cache, indices[, topk_lengths])")
             extra_cache, extra_indices, *rest = extra
             extra_lengths = rest[0] if rest else None
         else:
+            if not all(hasattr(extra, name) for name in ("cache", "indices", "topk_lengths")):
+                raise ValueError(f"extra: got {extra!r}, accepted is (cache, indices[, topk_lengths]) or an ExtraKeys")
             extra_cache, extra_indices, extra_lengths = extra.cache, extra.indices, extra.topk_lengths
+        _check(q, extra_cache, extra_indices, extra_lengths, None, prefix="extra ")
         key_sets.append((extra_cache, extra_indices.to(torch.int64), extra_lengths))
 
     for row in range(rows):
@@ -83,6 +97,40 @@ def reference_attention(
         if attn_sink is not None:
             out[row] *= torch.sigmoid(lse[row] - attn_sink.to(torch.float64)).unsqueeze(-1)
     return out, lse
+
+
+def _check(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    prefix: str = "",
+) -> None:
+    """ValueError where shapes do not fit each other."""
+    width = getattr(getattr(cache, "layout", None), "d_qk", None)
+    if width is None:
+        raise ValueError(f"{prefix}cache: got {type(cache).__name__}, accepted is a PagedKVCache")
+    if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.shape[2] != width:
+        raise ValueError(f"q: got {_told(q)}, accepted is (T, H, {width}) for {cache.layout.format.value} records")
+    wanted: tuple[tuple[str, torch.Tensor | None, tuple[int, ...]], ...] = (
+        (f"{prefix}topk_lengths", lengths, (q.shape[0],)),
+        (f"{prefix}attn_sink", sink, (q.shape[1],)),
+    )
+    for name, given, shape in wanted:
+        if given is not None and (not isinstance(given, torch.Tensor) or tuple(given.shape) != shape):
+            raise ValueError(f"{name}: got {_told(given)}, accepted is {shape} or None")
+    if (
+        not isinstance(indices, torch.Tensor)
+        or indices.dim() != 2
+        or indices.shape[0] != q.shape[0]
+        or indices.is_floating_point()
+    ):
+        raise ValueError(f"{prefix}indices: got {_told(indices)}, accepted is ({q.shape[0]}, topk) of an integer dtype")
+
+
+def _told(given: Any) -> str:
+    return f"{tuple(given.shape)} {given.dtype}" if isinstance(given, torch.Tensor) else type(given).__name__
 
 
 def _keys_of_row(row: int, cache: PagedKVCache, slots: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:

@@ -112,13 +112,13 @@ def sizes_for(device: torch.device) -> Sizes:
 
 
 def config_of(family: Family, sizes: Sizes) -> Any:
-    """The transformers configuration. UserError where transformers is missing or too old."""
+    """The transformers configuration. UserError where transformers does not import or has no such model."""
     try:
         module = importlib.import_module(family.module)
         config_class = getattr(module, family.config)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
         raise UserError(
-            f"check needs transformers with {family.model}: pip install 'sparsemla[transformers]'"
+            f"check needs transformers with {family.model} ({error}): pip install 'sparsemla[transformers]'"
         ) from None
     return config_class(
         **sizes.geometry,

@@ -27,6 +27,7 @@ from sparsemla.cli import _check_run as run
 from sparsemla.cli._check_models import FAMILIES, sizes_for
 from sparsemla.cli._check_run import FamilyReport, Needle
 from sparsemla.cli.profile_report import profile_command
+from sparsemla.integrations.transformers import require_transformers
 
 
 def check(
@@ -39,11 +40,13 @@ def check(
 ) -> None:
     """Generate with a model's own attention and with ours, and compare: tokens, logits, memory, needles.
 
-    Exit status 1 where anything disagrees. Needs transformers; takes well under two minutes on two CPU cores.
+    Exit status 1 where anything disagrees. Needs transformers 5.20 or newer; takes well under two minutes on
+    two CPU cores.
     """
     where = _device(device)
     if profile:
         raise typer.Exit(profile_command(device, as_json=as_json))
+    require_transformers()
     sizes = sizes_for(where)
     started = time.monotonic()
     reports: list[FamilyReport] = []

@@ -7,16 +7,14 @@ github.com/deepseek-ai/FlashMLA, in two generations, and of the forks that servi
 
 * classic (from September 2025): ``get_mla_metadata(cache_seqlens, …, topk=…)`` returns the tensors
   (tile_scheduler_metadata, num_splits), handed to ``flash_mla_with_kvcache`` one by one;
-* current (from January 2026): ``get_mla_metadata()`` returns (`FlashMLASchedMeta`, None); the plan is filled in by
-the first
-  call that uses it.
+* current (from January 2026): ``get_mla_metadata()`` returns (`FlashMLASchedMeta`, None); the plan is filled in by the
+  first call that uses it.
 
 What differs from the peer, always towards serving more:
 
 * Plans never go stale. The peer reuses a plan as it is, and asks the caller to keep the lengths the same; with
-others it
-  drops keys silently. Here the tensors are written for those who look at them, and the work is planned from the
-  lengths of the call at hand (on the CPU) or by the kernel itself (on CUDA, where looking at lengths would wait for
+  others it drops keys silently. Here the tensors are written for those who look at them, and the work is planned from
+  the lengths of the call at hand (on the CPU) or by the kernel itself (on CUDA, where looking at lengths would wait for
   the device).
 * Any number of heads from 1 to 128 (the peer: 64 and 128), any topk, any page size, the CPU, and bfloat16 caches in
   `flash_mla_with_kvcache`.
@@ -34,9 +32,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsemla.attention import sparse_mla_attention
@@ -54,8 +52,13 @@ _FORMATS = {
     "V41": KVFormat.FP8_V41,
 }
 _BY_SHAPE = {(576, 656): KVFormat.FP8_DS_MLA, (512, 584): KVFormat.FP8_V4, (512, 528): KVFormat.FP8_V41}
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+"""The peer's dtypes of a quantised cache: all mean bytes here."""
 _MAX_LOGIT_FACTOR = 2.0**20
 """Scaled by this, log-sum-exp is the maximum to within log(topk) / 2^20 (7e-6 where 2048 keys tie)."""
+
+_SCALE_MAX = torch.finfo(torch.float32).max / _MAX_LOGIT_FACTOR
+"""Largest sm_scale, so that its multiple is a float32 too."""
 
 
 @dataclasses.dataclass
@@ -144,13 +147,17 @@ def get_mla_metadata(
         return FlashMLASchedMeta(), None
     if topk is None:
         raise ValueError("topk: got None, accepted is the number of index columns: dense attention is not served here")
-    if not isinstance(cache_seqlens, torch.Tensor) or cache_seqlens.dim() != 1:
+    if not isinstance(cache_seqlens, torch.Tensor) or cache_seqlens.dim() != 1 or cache_seqlens.dtype != torch.int32:
         raise ValueError(f"cache_seqlens: got {_shape(cache_seqlens)}, accepted is a (batch,) int32 tensor")
     if num_heads_k != 1:
         raise ValueError(f"num_heads_k: got {num_heads_k}, accepted is 1")
     if not isinstance(num_heads_q, int) or num_heads_q < 1:
         raise ValueError(f"num_heads_q: got {num_heads_q}, accepted is the number of query heads, required with topk")
-    if not isinstance(num_q_tokens_per_head_k, int) or num_q_tokens_per_head_k < num_heads_q:
+    if (
+        not isinstance(num_q_tokens_per_head_k, int)
+        or num_q_tokens_per_head_k < num_heads_q
+        or num_q_tokens_per_head_k % num_heads_q
+    ):
         raise ValueError(
             f"num_q_tokens_per_head_k: got {num_q_tokens_per_head_k}, accepted is seq_len_q · num_heads_q "
             f"with num_heads_q = {num_heads_q}"
@@ -222,13 +229,13 @@ def flash_mla_with_kvcache(
     if causal:
         raise ValueError("causal: got True, accepted is False with indices: they say which keys count")
     _check_d_v("head_dim_v", head_dim_v)
-    _check_dims("q", q, 4, "(batch, seq_len_q, heads, head_dim)")
+    _check_dims("q", q, 4, "(batch, seq_len_q, heads, head_dim) bfloat16", torch.bfloat16)
     batch, s_q, heads, d = q.shape
     _check_indices("indices", indices, batch, s_q)
-    cache = _wrap("k_cache", k_cache, d, is_fp8_kvcache, kv_format)
+    cache = _wrap("k_cache", k_cache, q, is_fp8_kvcache, kv_format)
     rows = batch * s_q
     extra = _extra(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, q, is_fp8_kvcache, kv_format)
-    lengths = _per_row("topk_length", topk_length, batch, s_q)
+    lengths = _per_row("topk_length", topk_length, batch, s_q, q.device)
     config = FlashMLASchedMeta.Config(
         b=batch,
         s_q=s_q,
@@ -249,7 +256,9 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata._check(config)
     on_host = q.device.type == "cpu"
     plan = _plan(q, indices, topk_length, extra, extra_topk_length) if on_host else None
-    if out is not None and tuple(out.shape) != (batch, s_q, heads, D_V):
+    if out is not None and (
+        not isinstance(out, torch.Tensor) or tuple(out.shape) != (batch, s_q, heads, D_V) or out.dtype != torch.bfloat16
+    ):
         raise ValueError(f"out: got {_shape(out)}, accepted is {(batch, s_q, heads, D_V)} bfloat16")
     result = torch.empty((batch, s_q, heads, D_V), dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty((batch, s_q, heads), dtype=torch.float32, device=q.device)
@@ -311,18 +320,18 @@ def flash_mla_sparse_fwd(
         ValueError: anything not as above.
     """
     _check_d_v("d_v", d_v)
-    _check_dims("q", q, 3, "(s_q, heads, head_dim)")
+    _check_dims("q", q, 3, "(s_q, heads, head_dim) bfloat16", torch.bfloat16)
     _check_dims("kv", kv, 3, "(s_kv, 1, head_dim)")
     if kv.shape[1] != 1 or kv.shape[2] != q.shape[2] or kv.dtype != torch.bfloat16:
         raise ValueError(f"kv: got {_shape(kv)}, accepted is (s_kv, 1, {q.shape[2]}) bfloat16")
-    _check_dims("indices", indices, 3, "(s_q, 1, topk) int32")
-    if indices.shape[1] != 1:
-        raise ValueError(f"indices: got {_shape(indices)}, accepted is (s_q, 1, topk) int32")
+    _check_dims("indices", indices, 3, f"({q.shape[0]}, 1, topk) int32", torch.int32)
+    if tuple(indices.shape[:2]) != (q.shape[0], 1):
+        raise ValueError(f"indices: got {_shape(indices)}, accepted is ({q.shape[0]}, 1, topk) int32")
     if isinstance(indexer_topk, bool) or not isinstance(indexer_topk, int) or indexer_topk < 0:
         raise ValueError(f"indexer_topk: got {indexer_topk!r}, accepted is an integer of at least 0")
     scale = _number("sm_scale", sm_scale)
-    _per_row("topk_length", topk_length, q.shape[0], 1)
-    cache = _wrap("kv", kv, q.shape[2], False, None)
+    _per_row("topk_length", topk_length, q.shape[0], 1, q.device)
+    cache = _wrap("kv", kv, q, False, None)
     columns = indices.squeeze(1)
     rows, heads = q.shape[:2]
     result = torch.empty((rows, heads, D_V), dtype=torch.bfloat16, device=q.device) if out is None else out
@@ -361,9 +370,9 @@ def _extra(
         raise ValueError("extra_indices_in_kvcache: got None, required with extra_k_cache")
     _check_indices("extra_indices_in_kvcache", indices, batch, s_q)
     return (
-        _wrap("extra_k_cache", data, q.shape[3], is_fp8, kv_format),
+        _wrap("extra_k_cache", data, q, is_fp8, kv_format),
         indices.reshape(batch * s_q, indices.shape[-1]),
-        _per_row("extra_topk_length", lengths, batch, s_q),
+        _per_row("extra_topk_length", lengths, batch, s_q, q.device),
     )
 
 
@@ -399,15 +408,20 @@ def _device_policy(device: torch.device) -> tuple[ArchPolicy, int | None]:
     return (SM100 if properties.major >= 10 else SM90), properties.multi_processor_count
 
 
-def _wrap(name: str, data: torch.Tensor, d: int, is_fp8: bool, kv_format: str | None) -> PagedKVCache:
-    """The peer's cache tensor as a PagedKVCache, nothing copied."""
+def _wrap(name: str, data: torch.Tensor, q: torch.Tensor, is_fp8: bool, kv_format: str | None) -> PagedKVCache:
+    """The peer's cache tensor as a PagedKVCache, nothing copied; on the device and of the width of q."""
+    d = q.shape[-1]
     if not isinstance(data, torch.Tensor) or data.dim() not in (3, 4):
         raise ValueError(f"{name}: got {_shape(data)}, accepted is (pages, page_block_size, 1, bytes a token)")
     if data.dim() == 4 and data.shape[2] != 1:
         raise ValueError(f"{name}: got {data.shape[2]} key heads in {_shape(data)}, accepted is 1")
+    if data.device != q.device:
+        raise ValueError(f"{name}: got a tensor on {data.device}, accepted is {q.device}, where q is")
     if is_fp8:
-        if data.element_size() != 1:
-            raise ValueError(f"{name}: got {_shape(data)} with is_fp8_kvcache=True, accepted is a one-byte dtype")
+        if data.dtype not in _BYTES:
+            raise ValueError(
+                f"{name}: got {_shape(data)} with is_fp8_kvcache=True, accepted are uint8, int8 and float8_e4m3fn"
+            )
         fmt = _format(name, data, d, kv_format)
         data = data.view(torch.uint8)
     elif data.dtype == torch.bfloat16:
@@ -417,7 +431,7 @@ def _wrap(name: str, data: torch.Tensor, d: int, is_fp8: bool, kv_format: str | 
     try:
         cache = PagedKVCache.wrap(data, fmt)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {str(error).removeprefix('data: ')}") from None
     if cache.d_qk != d:
         raise ValueError(f"{name}: got {fmt.value} records of {cache.d_qk} columns, accepted are {d} columns as in q")
     return cache
@@ -425,7 +439,7 @@ def _wrap(name: str, data: torch.Tensor, d: int, is_fp8: bool, kv_format: str | 
 
 def _format(name: str, data: torch.Tensor, d: int, kv_format: str | None) -> KVFormat:
     if kv_format is not None:
-        if kv_format not in _FORMATS:
+        if not isinstance(kv_format, str) or kv_format not in _FORMATS:
             raise ValueError(f"kv_format: got {kv_format!r}, accepted are {', '.join(map(repr, _FORMATS))} and None")
         return _FORMATS[kv_format]
     fmt = _BY_SHAPE.get((d, data.shape[-1]))
@@ -437,12 +451,16 @@ def _format(name: str, data: torch.Tensor, d: int, kv_format: str | None) -> KVF
     return fmt
 
 
-def _per_row(name: str, lengths: torch.Tensor | None, batch: int, s_q: int) -> torch.Tensor | None:
+def _per_row(
+    name: str, lengths: torch.Tensor | None, batch: int, s_q: int, device: torch.device
+) -> torch.Tensor | None:
     """(batch,) lengths as (batch · s_q,)."""
     if lengths is None:
         return None
     if not isinstance(lengths, torch.Tensor) or tuple(lengths.shape) != (batch,) or lengths.dtype != torch.int32:
         raise ValueError(f"{name}: got {_shape(lengths)}, accepted is ({batch},) int32")
+    if lengths.device != device:
+        raise ValueError(f"{name}: got a tensor on {lengths.device}, accepted is {device}, where q is")
     return lengths.unsqueeze(1).expand(batch, s_q).reshape(-1)
 
 
@@ -487,13 +505,16 @@ def _check_indices(name: str, indices: Any, batch: int, s_q: int) -> None:
 
 
 def _number(name: str, given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(given):
+    number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    if not number or given != given or given in (math.inf, -math.inf):
         raise ValueError(f"{name}: got {_shape(given)}, accepted is a finite float")
+    if not -_SCALE_MAX <= given <= _SCALE_MAX:  # before float(), which overflows on a large integer
+        raise ValueError(f"{name}: got a number above {_SCALE_MAX:.1e}, accepted is one of at most that magnitude")
     return float(given)
 
 
-def _check_dims(name: str, given: Any, dims: int, accepted: str) -> None:
-    if not isinstance(given, torch.Tensor) or given.dim() != dims:
+def _check_dims(name: str, given: Any, dims: int, accepted: str, dtype: torch.dtype | None = None) -> None:
+    if not isinstance(given, torch.Tensor) or given.dim() != dims or dtype not in (None, given.dtype):
         raise ValueError(f"{name}: got {_shape(given)}, accepted is {accepted}")
 
 

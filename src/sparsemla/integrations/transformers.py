@@ -23,11 +23,13 @@ moves slots and stays correct. Such a cache object serves only the attachment th
 
 Not served, and refused with a ValueError: gradients and training mode, other attention classes and widths, static,
 quantised or offloaded caches, a cache that was filled elsewhere or copied, modules whose ``forward`` is replaced
-already. Checked with transformers 5.24.
+already, and transformers before 5.20. Checked with transformers 5.20 and 5.24.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -41,7 +43,10 @@ from sparsemla.attention import sparse_mla_attention
 from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat, ScaleStyle
 
-__all__ = ["Attachment", "attach", "detach"]
+__all__ = ["Attachment", "attach", "detach", "require_transformers"]
+
+MIN_TRANSFORMERS = (5, 20)
+"""Oldest release (major, minor) served; pyproject.toml says the same."""
 
 LATENT, ROTARY = 512, 64
 """Columns of a record: the only widths the served models have been released with."""
@@ -187,7 +192,8 @@ class _AbsorbedAttention:
 
         mask = attention_mask[:, 0]
         if attention.indexer is not None:
-            selection = attention.indexer(hidden_states, q_resid, position_embeddings, mask, position_ids, cache=cache)
+            # The cache by position: releases before 5.24 call that argument past_key_values.
+            selection = attention.indexer(hidden_states, q_resid, position_embeddings, mask, position_ids, cache)
         elif prev_topk_indices is not None:
             selection = prev_topk_indices
         else:
@@ -359,6 +365,26 @@ class Attachment:
             self.detach()
 
 
+def require_transformers() -> None:
+    """Refuse a transformers that is missing or too old, without importing it.
+
+    Raises:
+        ValueError: it names the version found and the one needed.
+    """
+    least = ".".join(map(str, MIN_TRANSFORMERS))
+    accepted = f"accepted is {least} or newer: pip install 'sparsemla[transformers]'"
+    try:
+        # What is imported counts: it need not be what is installed.
+        found = getattr(sys.modules.get("transformers"), "__version__", None) or importlib.metadata.version(
+            "transformers"
+        )
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"transformers: not installed, {accepted}") from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < MIN_TRANSFORMERS:
+        raise ValueError(f"transformers: got version {found}, {accepted}")
+
+
 def attach(
     model: torch.nn.Module,
     *,
@@ -383,7 +409,7 @@ def attach(
 
     Raises:
         ValueError: the model is attached already, is in training mode, has other attention classes, widths or weights,
-            or an argument is out of range. The model is unchanged then.
+            transformers is older than 5.20, or an argument is out of range. The model is unchanged then.
     """
     fmt = KVFormat.parse(format)
     if fmt not in _FORMATS:
@@ -397,6 +423,7 @@ def attach(
     if _MARK in model.__dict__:
         raise ValueError("model: got one that is attached already, accepted is a model after detach()")
     layers = _served_layers(model)
+    require_transformers()
     attachment = Attachment(model, fmt, scale_style, _Pages(-(-max_tokens // block_size), block_size))
     model.__dict__[_MARK] = attachment
     try:
