@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,11 +80,45 @@ def test_a_corruption_that_permutes_values_does_not_hide_a_read(device: torch.de
         mask = torch.arange(104, device=device) % 2 == 0
         flags = (torch.arange(107, device=device) % 2)[:106].clone().to(torch.int16)
         levels = torch.arange(256, device=device).to(torch.uint8)
-        return [table[indices].sum(), mask.sum(), flags.sum(), (flags != 0).sum(), torch.bincount(levels)]
+        offsets = torch.arange(109, device=device) * 656  # of bytes, of which only the row is used
+        rows = table[(offsets // 16) % 1000]
+        return [rows, table[indices].sum(), mask.sum(), flags.sum(), (flags != 0).sum(), torch.bincount(levels)]
 
     ledger = audit.run(code, deep=True).ledger
     assert not [a for a in ledger.allocations if a.read == "never read"]
     assert of(ledger, 8000).read == of(ledger, 104).read == of(ledger, 212).read == of(ledger, 256).read == "read"
+    assert {a.read for a in ledger.allocations if a.nbytes == 8 * 109} == {"read"}
+
+
+class _Slotted:
+    __slots__ = ("answer",)
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        self.answer = answer
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scratch", torch.ones(100), persistent=False)
+        self.kept = torch.ones(101)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda: torch.ones(100).numpy().sum(),  # a numpy scalar
+        lambda: bytearray(torch.ones(100).numpy()),
+        lambda: memoryview(torch.ones(100).numpy()),
+        lambda: deque([torch.ones(100)]),
+        lambda: _Slotted(torch.ones(100)),
+        _Layer,
+    ],
+    ids=["numpy scalar", "bytearray", "memoryview", "deque", "slots", "module"],
+)
+def test_results_of_every_kind_are_compared(code: Callable[[], object]) -> None:
+    ledger = audit.run(code, deep=True).ledger
+    assert ledger.allocations and not ledger.dead_bytes, ledger.allocations
 
 
 def test_two_passes_are_exact_to_the_byte(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import struct
+from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -47,16 +48,18 @@ class Target:
 def _flipped(words: torch.Tensor, dtype: torch.dtype, attempt: int) -> torch.Tensor:
     """Words of a tensor of `dtype`, corrupted.
 
-    Every bit, then a mix. Integers larger than a byte may be indices: only their two lowest bits move, so that a
-    corrupted run reads a neighbour rather than an address that ends the process. Booleans must stay 0 or 1.
+    Every bit, then a mix. Integers larger than a byte may be indices: their lowest bit moves, then they become 1 (what
+    was 1: 0; negative ones stay), so that a corrupted run reads a neighbour or an early place rather than an address
+    that ends the process. Booleans must stay 0 or 1.
 
     The first attempt is one-to-one: it can turn the values of a tensor (a range of indices, a mask half set) into a
-    permutation of themselves, and a sum over what they select does not see that. The second is not.
+    permutation of themselves, and a sum over what they select does not see that; nor does the row that a byte offset
+    lies in. The second is not, and moves more than low bits.
     """
     if dtype is torch.bool:
         return words ^ 1 if attempt == 0 else words * 0
     if dtype in _INTEGERS:
-        return words ^ 1 if attempt == 0 else (words & -4) | (1 + ((words & 3) == 1).to(words.dtype))
+        return words ^ 1 if attempt == 0 else torch.where(words < 0, words, (words > 1).to(words.dtype))
     if attempt == 0:
         return words ^ -1
     size = words.element_size()
@@ -223,12 +226,14 @@ def outcome_of(*values: object) -> Outcome:
 def _collect(value: object, path: str, leaves: list[Leaf], seen: set[int], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         leaves.append((f"{path}:{tuple(value.shape)}:{value.dtype}", _tensor_bytes(value)))
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, (np.ndarray, np.generic)):
         leaves.append((f"{path}:{value.shape}:{value.dtype}", value.tobytes()))
     elif isinstance(value, float):
         leaves.append((path, struct.pack("<d", value)))  # NaN equals itself
     elif value is None or isinstance(value, (bool, int, complex, str, bytes)):
         leaves.append((path, value))
+    elif isinstance(value, (bytearray, memoryview)):
+        leaves.append((path, bytes(value)))
     elif depth < _DEPTH and id(value) not in seen:
         seen.add(id(value))
         for name, part in _parts(value):
@@ -240,16 +245,28 @@ def _parts(value: object) -> list[tuple[str, object]]:
         return [(repr(key), part) for key, part in value.items()]
     if isinstance(value, Set):
         return [(str(i), part) for i, part in enumerate(sorted(value, key=repr))]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [(str(i), part) for i, part in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     if isinstance(value, torch.nn.Module):
-        return list(value.state_dict().items())
+        parts: list[tuple[str, object]] = [*value.named_parameters(), *value.named_buffers()]
+        for name, module in value.named_modules():
+            parts += [(f"{name}.{key}", part) for key, part in vars(module).items() if not key.startswith("_")]
+        return [(key, part) for key, part in parts if not isinstance(part, torch.nn.Module)]
+    slots = [n for kind in type(value).__mro__ for n in _names(vars(kind).get("__slots__")) if hasattr(value, n)]
+    if slots and not isinstance(value, type):
+        return [(name, getattr(value, name)) for name in slots] + list(getattr(value, "__dict__", {}).items())
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict) and not isinstance(value, type) and not callable(value):
         return list(attributes.items())
     return []
+
+
+def _names(slots: object) -> list[str]:
+    """What a class names in `__slots__`."""
+    names = [slots] if isinstance(slots, str) else list(slots) if isinstance(slots, (list, tuple)) else []
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> object:
