@@ -12,7 +12,7 @@
 ``work.py``     host: how work is cut
 ``shapes.py``   host: tile sizes by architecture (`shapes.json`)
 ``launch.py``   host: from a call to launches
-``compile.py``  host: compiles every variant for a GPU that is not there, and checks its limits (`resources.json`)
+``resources.py`` host: what compiled variants take, for GPUs that are not there
 ``tune.py``     host: measures shapes and writes the best
 ==============  =====================================================================
 """

@@ -84,7 +84,7 @@ def walk(
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
         POSITIONS, SHARDED, RECORD, SCALE_BYTES,
     )  # fmt: skip
-    codes0, codes1, codes2, codes3, rotary, scale0, scale1, scale2, scale3 = fetch(
+    codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
         pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
     )
     columns += KEYS
@@ -93,11 +93,11 @@ def walk(
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
         POSITIONS, SHARDED, RECORD, SCALE_BYTES,
     )  # fmt: skip
-    key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
-        codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIND, CONVERT
-    )
     bias = bias_of(valid)
     for start in tl.range(begin, end, KEYS, num_stages=1):
+        key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
+            codes0, codes1, codes2, codes3, raw0, raw1, raw2, raw3, KIND, CONVERT
+        )
         none = tl.zeros((HEADS, KEYS), tl.float32)
         if KIND == FLOAT32_SCALES:
             scores = score(query0, key0, none, INTERPRETED) * scale0[None, :]
@@ -114,7 +114,7 @@ def walk(
         if ROPE > 0:
             scores = score(query4, rotary, scores, INTERPRETED)
 
-        codes0, codes1, codes2, codes3, next_rotary, next0, next1, next2, next3 = fetch(
+        codes0, codes1, codes2, codes3, next_rotary, raw0, raw1, raw2, raw3 = fetch(
             pool + record_at, pool + scale_at, next_valid, KIND, ROPE, ROPE_AT, SCALE_AT
         )
         columns = start + 2 * KEYS + tl.arange(0, KEYS)
@@ -138,9 +138,6 @@ def walk(
         if KIND == V4:
             out4 = add_values(weights, rotary, out4 * keep[:, None], INTERPRETED)
 
-        key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
-            codes0, codes1, codes2, codes3, next0, next1, next2, next3, KIND, CONVERT
-        )
         rotary = next_rotary
         bias = bias_of(next_valid)
         next_valid = later_valid

@@ -25,8 +25,8 @@ V41 = tl.constexpr(3)
 
 # How e4m3 becomes float16.
 PLAIN = tl.constexpr(0)  # integer operations, anywhere
-NATIVE = tl.constexpr(1)  # the hardware's conversion
-PACKED = tl.constexpr(2)  # NVIDIA before 8.9: integer operations on four codes at once
+NATIVE = tl.constexpr(1)  # the conversion of NVIDIA's hardware from compute capability 8.9
+PACKED = tl.constexpr(2)  # NVIDIA before that: integer operations on four codes at once
 
 _HEADROOM = tl.constexpr(6)
 """Power of two by which e8m0 records are scaled up: 448 · 2**6 still fits float16, and small groups keep more bits."""
@@ -82,18 +82,52 @@ def locate(
 
 
 @triton.jit
-def e4m3_to_float16(codes, CONVERT: tl.constexpr):
-    """uint8 e4m3 codes → float16, exact. NaN becomes NaN (PACKED: so do the three codes it shares a word with)."""
+def _plain(codes):
+    """int32 e4m3 codes, one each → float16.
+
+    The bits of an e4m3 value, moved to float16's places, are the value times 2**-8 (the biases differ by 8), subnormal
+    values included. PACKED does the same, two at a time.
+    """
+    codes = codes.to(tl.uint16)
+    value = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def e4m3_to_float16(words, CONVERT: tl.constexpr):
+    """(N, W) int32 words of four e4m3 codes → (N, 4 · W) float16, exact.
+
+    NaN becomes NaN (PACKED: so does one more value of its word). Codes travel as words because a compiler that keeps
+    single bytes in registers gives each a register of its own; and the reshaping at the end keeps it from moving the
+    conversion behind the exchange through shared memory, where bytes are slow.
+    """
     if CONVERT == NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        value0, value1, value2, value3 = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            mov.b32 {$0, $1}, first;
+            mov.b32 {$2, $3}, second;
+            }
+            """,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
     elif CONVERT == PACKED:
-        return tl.inline_asm_elementwise(
+        value0, value1, value2, value3 = tl.inline_asm_elementwise(
             """
             {
             .reg .b32 low, high, sign, nan;
             .reg .pred any;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
+            prmt.b32 low, $4, 0, 0x1404;
+            prmt.b32 high, $4, 0, 0x3424;
             and.b32 sign, low, 0x80008000;
             and.b32 low, low, 0x7f007f00;
             shr.u32 low, low, 1;
@@ -104,37 +138,42 @@ def e4m3_to_float16(codes, CONVERT: tl.constexpr):
             or.b32 high, high, sign;
             mov.b32 sign, 0x5c005c00;
             mul.f16x2 low, low, sign;
-            mul.f16x2 $1, high, sign;
-            and.b32 nan, $2, 0x7f7f7f7f;
+            mul.f16x2 high, high, sign;
+            and.b32 nan, $4, 0x7f7f7f7f;
             add.u32 nan, nan, 0x01010101;
             and.b32 nan, nan, 0x80808080;
             setp.ne.u32 any, nan, 0;
-            selp.b32 $0, 0x7e007e00, low, any;
+            selp.b32 low, 0x7e007e00, low, any;
+            mov.b32 {$0, $1}, low;
+            mov.b32 {$2, $3}, high;
             }
             """,
-            "=r,=r,r",
-            [codes],
-            dtype=tl.float16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
     else:
-        wide = codes.to(tl.uint16)
-        # The bits of an e4m3 value, moved to float16's places, are the value times 2**-8 (the biases differ by 8),
-        # subnormal values included. PACKED does the same, four at a time.
-        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+        value0 = _plain(words & 0xFF)
+        value1 = _plain((words >> 8) & 0xFF)
+        value2 = _plain((words >> 16) & 0xFF)
+        value3 = _plain((words >> 24) & 0xFF)
+    values = tl.join(tl.join(value0, value2), tl.join(value1, value3))
+    return tl.reshape(values, (words.shape[0], 4 * words.shape[1]))
 
 
 @triton.jit
-def _columns(record, valid, FIRST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """GROUPS · WIDTH bytes from FIRST on of the records: (N, WIDTH) uint8, or (N, GROUPS, WIDTH) with several
-    groups."""
-    if GROUPS == 1:
-        return tl.load(record[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
-    else:
-        columns = FIRST + WIDTH * tl.arange(0, GROUPS)[:, None] + tl.arange(0, WIDTH)[None, :]
-        return tl.load(record[:, None, None] + columns[None, :, :], mask=valid[:, None, None], other=0)
+def _bytes(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """(N, WIDTH) uint8 from byte FIRST of the records on."""
+    return tl.load(record[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
+
+
+@triton.jit
+def _words(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """(N, WIDTH) int32 from byte FIRST of the records on."""
+    start = (record + FIRST).to(tl.pointer_type(tl.int32))
+    return tl.load(start[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0)
 
 
 @triton.jit
@@ -154,8 +193,7 @@ def _column(matrix, WHICH: tl.constexpr):
 def fetch(
     record, scale_row, valid, KIND: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr
 ):
-    """The bytes of a tile of records: four segments, the rotary columns, what the scales of each segment are made
-    of."""
+    """The bytes of a tile of records: four segments, the rotary columns, what each segment's scales are made of."""
     rotary = 0
     scale0 = 0
     scale1 = 0
@@ -167,30 +205,30 @@ def fetch(
         codes2 = _bfloat16(record, valid, 512, 128)
         codes3 = _bfloat16(record, valid, 768, 128)
     elif KIND == FLOAT32_SCALES:
-        codes0 = _columns(record, valid, 0, 1, 128)
-        codes1 = _columns(record, valid, 128, 1, 128)
-        codes2 = _columns(record, valid, 256, 1, 128)
-        codes3 = _columns(record, valid, 384, 1, 128)
+        codes0 = _words(record, valid, 0, 32)
+        codes1 = _words(record, valid, 128, 32)
+        codes2 = _words(record, valid, 256, 32)
+        codes3 = _words(record, valid, 384, 32)
         start = (record + SCALE_AT).to(tl.pointer_type(tl.float32))
         scale0 = tl.load(start[:, None] + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0.0)
     elif KIND == V4:
-        codes0 = _columns(record, valid, 0, 2, 64)
-        codes1 = _columns(record, valid, 128, 2, 64)
-        codes2 = _columns(record, valid, 256, 2, 64)
-        codes3 = _columns(record, valid, 384, 1, 64)
-        scale0 = _columns(scale_row, valid, 0, 1, 2)
-        scale1 = _columns(scale_row, valid, 2, 1, 2)
-        scale2 = _columns(scale_row, valid, 4, 1, 2)
-        scale3 = _columns(scale_row, valid, 6, 1, 1)
+        codes0 = _words(record, valid, 0, 32)
+        codes1 = _words(record, valid, 128, 32)
+        codes2 = _words(record, valid, 256, 32)
+        codes3 = _words(record, valid, 384, 16)
+        scale0 = _bytes(scale_row, valid, 0, 2)
+        scale1 = _bytes(scale_row, valid, 2, 2)
+        scale2 = _bytes(scale_row, valid, 4, 2)
+        scale3 = _bytes(scale_row, valid, 6, 1)
     else:
-        codes0 = _columns(record, valid, 0, 4, 32)
-        codes1 = _columns(record, valid, 128, 4, 32)
-        codes2 = _columns(record, valid, 256, 4, 32)
-        codes3 = _columns(record, valid, 384, 4, 32)
-        scale0 = _columns(scale_row, valid, 0, 1, 4)
-        scale1 = _columns(scale_row, valid, 4, 1, 4)
-        scale2 = _columns(scale_row, valid, 8, 1, 4)
-        scale3 = _columns(scale_row, valid, 12, 1, 4)
+        codes0 = _words(record, valid, 0, 32)
+        codes1 = _words(record, valid, 128, 32)
+        codes2 = _words(record, valid, 256, 32)
+        codes3 = _words(record, valid, 384, 32)
+        scale0 = _bytes(scale_row, valid, 0, 4)
+        scale1 = _bytes(scale_row, valid, 4, 4)
+        scale2 = _bytes(scale_row, valid, 8, 4)
+        scale3 = _bytes(scale_row, valid, 12, 4)
     if ROPE > 0:
         rotary = _bfloat16(record, valid, ROPE_AT, ROPE)
     return codes0, codes1, codes2, codes3, rotary, scale0, scale1, scale2, scale3
@@ -198,22 +236,21 @@ def fetch(
 
 @triton.jit
 def _brought(codes, exponents, largest, CONVERT: tl.constexpr):
-    """e4m3 codes (N, G, W) or (N, W) → float16 (N, G · W), their groups brought to the common exponent `largest`
-    (N,)."""
+    """Words of codes → (N, columns) float16, their groups brought to the common exponent `largest` (N,)."""
     power = tl.maximum(exponents.to(tl.int32) - largest[:, None] + _HEADROOM, -30)  # below 2**-24 float16 has zero
     factor = ((power + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
     values = e4m3_to_float16(codes, CONVERT)
-    if len(codes.shape) == 2:
-        return values * factor
-    else:
-        values = values * factor[:, :, None]
-        return tl.reshape(values, (codes.shape[0], codes.shape[1] * codes.shape[2]))
+    grouped = tl.reshape(values, (values.shape[0], factor.shape[1], values.shape[1] // factor.shape[1]))
+    return tl.reshape(grouped * factor[:, :, None], values.shape)
 
 
 @triton.jit
 def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIND: tl.constexpr, CONVERT: tl.constexpr):
-    """What `fetch` fetched as matrix operands: four segments (N, 128) or (N, 64), and the (N,) float32 scale of
-    each."""
+    """What `fetch` fetched, as matrix operands.
+
+    Returns:
+        four segments (N, 128) (V4: the last one (N, 64)), the (N,) float32 scale of each, and the largest of these.
+    """
     if KIND == BF16:
         one = tl.full((codes0.shape[0],), 1.0, tl.float32)
         return codes0, codes1, codes2, codes3, one, one, one, one, one

@@ -34,8 +34,9 @@ KINDS: dict[KVFormat, int] = {
 
 _INDEX_MAX = 2**31 - 1
 _SCALE_MAX = 3.0e38
-_COMBINE_PIECES = 16
-_COMBINE_COLUMNS = 128
+COMBINE_PIECES = 16
+COMBINE_COLUMNS = 128
+COMBINE_WARPS = 4
 
 
 @functools.cache
@@ -111,11 +112,13 @@ def scratch_bytes(call: AttentionCall) -> int:
     return accumulator_bytes(call.num_rows, _own_pieces(call), call.num_heads)
 
 
-def run(call: AttentionCall) -> None:
-    """Fills call.out and call.lse."""
+def run(call: AttentionCall, *, shape: Shape | None = None) -> None:
+    """Fills call.out and call.lse; with `shape` instead of the table's (see tune.py)."""
     if call.num_rows == 0:
         return
     setting = setting_of(call.device, call.cache.format, call.num_heads)
+    if shape is not None:
+        setting = Setting(setting.arch, shape, setting.slots)
     schedule = call.schedule
     table: Table | None = None
     pieces = 1
@@ -151,13 +154,13 @@ def run(call: AttentionCall) -> None:
     )
     if split:
         merged = call.num_rows if table is None else table.splits.shape[0] * rows_per_request
-        _combine.combine[(merged * call.num_heads * (512 // _COMBINE_COLUMNS),)](
+        _combine.combine[(merged * call.num_heads * (512 // COMBINE_COLUMNS),)](
             **common,
             pieces=pieces if table is None else table.splits,
-            PIECES=_COMBINE_PIECES,
-            COLUMNS=_COMBINE_COLUMNS,
+            PIECES=COMBINE_PIECES,
+            COLUMNS=COMBINE_COLUMNS,
             INTERPRETED=INTERPRETED,
-            num_warps=4,
+            num_warps=COMBINE_WARPS,
         )
 
 

@@ -99,6 +99,7 @@ def _table(path: Path) -> dict[str, dict[str, list[dict[str, int]]]]:
     return dict(table)
 
 
+@functools.cache
 def shape_for(architecture: str, fmt: KVFormat, heads: int) -> Shape:
     """The shape that `heads` query heads over a cache of `fmt` run with.
 
@@ -139,3 +140,4 @@ def write_entry(path: Path, *, architecture: str, fmt: KVFormat | None, shapes: 
     temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     _table.cache_clear()
+    shape_for.cache_clear()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures shapes on the GPU at hand and writes the best into the user's table: ``sparsemla bench --tune``.
+
+Nothing here runs by itself; see shapes.py for the tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sparsemla.cache import PagedKVCache
+from sparsemla.formats import KVFormat, record_layout
+from sparsemla.kernels.call import AttentionCall
+from sparsemla.kernels.triton.launch import architecture, device_index, run, setting_of
+from sparsemla.kernels.triton.resources import SM_REGISTERS
+from sparsemla.kernels.triton.shapes import REGISTERS_PER_THREAD, Shape, user_table, write_entry
+from sparsemla.schedule import SplitSchedule
+
+HEAD_CLASSES = (16, 128)
+"""Entries of a table: shapes for up to 16 heads, and for more. Measured with that many heads (64 for the second)."""
+MEASURED_HEADS = {16: 16, 128: 64}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One shape's time.
+
+    Attributes:
+        shape: what was tried.
+        microseconds: median of one call; None where the shape does not run.
+        note: why it does not.
+    """
+
+    shape: Shape
+    microseconds: float | None
+    note: str = ""
+
+
+def candidates(arch: str, heads: int) -> list[Shape]:
+    """Shapes worth trying for `heads` query heads."""
+    tiles = (16,) if heads <= 16 else (32,) if heads <= 32 else (32, 64)
+    found = []
+    for tile in tiles:
+        for keys, warps in ((32, 4), (64, 4), (32, 8), (64, 8)):
+            if not arch.startswith("sm_"):
+                found.append(Shape(tile, keys, warps, 0, 1))
+                continue
+            for per_sm in (1, 2, 3, 4):
+                room = SM_REGISTERS // (32 * warps * per_sm) // 8 * 8
+                if room >= 128 and (warps * per_sm >= 8):
+                    found.append(Shape(tile, keys, warps, 0 if room > REGISTERS_PER_THREAD else room, per_sm))
+    return found
+
+
+def sample_call(
+    *, rows: int, heads: int, topk: int, records: int, fmt: KVFormat | str, device: torch.device, seed: int = 0
+) -> AttentionCall:
+    """A call over random records, indices uniform over `records` of them: the hard case for memory. Not split."""
+    fmt = KVFormat.parse(fmt)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    layout = record_layout(fmt)
+    cache = PagedKVCache.allocate(-(-records // 64), 64, fmt, device=device)
+    for start in range(0, records, 65536):
+        slots = torch.arange(start, min(start + 65536, records), device=device)
+        cache.write(slots, torch.randn((slots.shape[0], layout.d_qk), device=device, generator=generator))
+    q = torch.randn((rows, heads, layout.d_qk), device=device, generator=generator).to(torch.bfloat16)
+    indices = torch.randint(records, (rows, topk), device=device, dtype=torch.int32, generator=generator)
+    return AttentionCall(
+        q_nope=q[..., : layout.d_nope],
+        q_rope=q[..., layout.d_nope :] if layout.d_rope else None,
+        cache=cache,
+        indices=indices,
+        softmax_scale=layout.d_qk**-0.5,
+        topk_lengths=None,
+        block_table=None,
+        request_ids=None,
+        context_shard=None,
+        attn_sink=None,
+        extra=None,
+        schedule=SplitSchedule.unsplit(rows, heads=heads),
+        out=torch.empty((rows, heads, layout.d_v), dtype=torch.bfloat16, device=device),
+        lse=torch.empty((rows, heads), dtype=torch.float32, device=device),
+    )
+
+
+def time_call(action: Callable[[], None], *, repeats: int = 5) -> float:
+    """Median microseconds of `action` on the current stream, after one call that does not count."""
+    action()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000.0)
+    return statistics.median(times)
+
+
+def trials(
+    call: AttentionCall, shapes: Sequence[Shape] | None = None, *, progress: Callable[[Trial], None] | None = None
+) -> list[Trial]:
+    """Times a call with each shape (None: the shape in use and all candidates); fastest first, those that fail last.
+
+    Every answer is compared with that of the first shape that runs; one that differs by more than float16's rounding
+    counts as failed.
+    """
+    setting = setting_of(call.device, call.cache.format, call.num_heads)
+    if shapes is None:
+        shapes = list(dict.fromkeys((setting.shape, *candidates(setting.arch, call.num_heads))))
+    want: torch.Tensor | None = None
+    done = []
+    for shape in shapes:
+        try:
+            call.out.fill_(torch.nan)
+            microseconds: float | None = time_call(lambda shape=shape: run(call, shape=shape))  # type: ignore[misc]
+            note = ""
+            if want is None:
+                want = call.out.clone()
+            elif not float((call.out.float() - want.float()).norm() / want.float().norm()) < 5e-3:
+                microseconds, note = None, "another answer than the shape before"
+        except OutOfResources as error:
+            microseconds, note = None, str(error)
+        done.append(Trial(shape, microseconds, note))
+        if progress is not None:
+            progress(done[-1])
+    return sorted(done, key=lambda trial: (trial.microseconds is None, trial.microseconds or 0.0))
+
+
+def tune(
+    *,
+    device: torch.device | str = "cuda",
+    fmt: KVFormat | str = KVFormat.FP8_DS_MLA,
+    rows: int = 2048,
+    topk: int = 2048,
+    records: int = 131072,
+    path: Path | None = None,
+    progress: Callable[[Trial], None] | None = None,
+) -> dict[int, list[Trial]]:
+    """Tries all candidates for each class of head counts and writes the best into a table.
+
+    Args:
+        device: a CUDA or HIP device.
+        fmt: cache format; the entry is for it alone.
+        rows, topk, records: the call measured: query rows, keys of each, distinct records.
+        path: the table; by default the user's (shapes.user_table).
+        progress: called after each trial.
+
+    Returns:
+        heads class → trials, fastest first.
+
+    Raises:
+        RuntimeError: no shape runs on this device.
+    """
+    device, fmt = torch.device(device), KVFormat.parse(fmt)
+    results: dict[int, list[Trial]] = {}
+    for up_to in HEAD_CLASSES:
+        call = sample_call(rows=rows, heads=MEASURED_HEADS[up_to], topk=topk, records=records, fmt=fmt, device=device)
+        results[up_to] = trials(call, progress=progress)
+        if results[up_to][0].microseconds is None:
+            raise RuntimeError(f"no shape runs with {MEASURED_HEADS[up_to]} heads: {results[up_to][0].note}")
+    write_entry(
+        user_table() if path is None else path,
+        architecture=architecture(device_index(device)),
+        fmt=fmt,
+        shapes=[(up_to, found[0].shape) for up_to, found in results.items()],
+    )
+    return results
