@@ -150,7 +150,10 @@ def _headline(data: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         )
     errors = max(row["error"] for row in ratios)
     transient = [row["transient_bytes"] for row in ratios if row["transient_bytes"] is not None]
-    memory = f", and allocates at most {human_bytes(max(transient))} beyond its results" if transient else ""
+    memory = ""
+    if transient:
+        most = max(transient)
+        memory = f", and allocates {f'at most {human_bytes(most)}' if most else 'nothing'} beyond its results"
     return "\n".join(lines) + f"\n\nIt is within {errors:.1e} of float64 over the cache it reads{memory}."
 
 
