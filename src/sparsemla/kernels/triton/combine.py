@@ -19,7 +19,7 @@ from sparsemla.kernels.triton.softmax import sink_gate, to_bfloat16
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["out_row", "out_head", "lse_row", "lse_head", "pieces", "rows_per_request", "num_heads"])
+@triton.jit(do_not_specialize=["lse_row", "lse_head", "pieces", "rows_per_request", "num_heads"])
 def combine(
     q_nope, q_nope_row, q_nope_head, q_rope, q_rope_row, q_rope_head, out, out_row, out_head, lse, lse_row, lse_head,
     accumulators, sink, pieces, rows_per_request, num_heads, scale_log2,

@@ -54,7 +54,7 @@ def _length(lengths, row, limit):
 @triton.jit
 def walk(
     # the running softmax and output
-    top, total, reference, out0, out1, out2, out3, out4,
+    top, sums, reference, out0, out1, out2, out3, out4,
     # queries
     nope, nope_head, rope, rope_head, heads, wanted, power, factor,
     # keys
@@ -124,7 +124,7 @@ def walk(
             POSITIONS, SHARDED, RECORD, SCALE_BYTES,
         )  # fmt: skip
 
-        weights, top, total, keep = weigh(scores, bias, top, total, factor)
+        weights, top, sums, keep = weigh(scores, bias, top, sums, factor)
         fade = keep
         if SCALED:
             weights_of, reference, fade = refer(weights, largest, keep, reference)
@@ -141,7 +141,7 @@ def walk(
         rotary = next_rotary
         bias = bias_of(next_valid)
         next_valid = later_valid
-    return top, total, reference, out0, out1, out2, out3, out4
+    return top, sums, reference, out0, out1, out2, out3, out4
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _store(
 
 @triton.jit(
     do_not_specialize=[
-        "out_row", "out_head", "lse_row", "lse_head",
+        "lse_row", "lse_head",
         "page_stride", "last_slot", "block_size", "block_magic", "block_shift", "indices_row", "topk",
         "table_stride", "table_columns", "num_requests", "num_pages", "shard_rank", "shard_world", "shard_interleave",
         "extra_page_stride", "extra_last_slot", "extra_block_size", "extra_block_magic", "extra_block_shift",
@@ -234,15 +234,15 @@ def attend(
 
     last: tl.constexpr = 64 if KIND == V4 else 128
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    sums = tl.zeros((HEADS, KEYS), tl.float32)  # reduced at the end: once, not for every tile
     reference = tl.zeros((HEADS,), tl.float32)
     out0 = tl.zeros((HEADS, 128), tl.float32)
     out1 = tl.zeros((HEADS, 128), tl.float32)
     out2 = tl.zeros((HEADS, 128), tl.float32)
     out3 = tl.zeros((HEADS, last), tl.float32)
     out4 = tl.zeros((HEADS, 64), tl.float32)
-    top, total, reference, out0, out1, out2, out3, out4 = walk(
-        top, total, reference, out0, out1, out2, out3, out4,
+    top, sums, reference, out0, out1, out2, out3, out4 = walk(
+        top, sums, reference, out0, out1, out2, out3, out4,
         nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
         pool.to(tl.pointer_type(tl.uint8)), page_stride, last_slot, block_size, block_magic, block_shift,
         indices + row64 * indices_row, begin, end,
@@ -256,8 +256,8 @@ def attend(
         if WORK != WHOLE:
             extra_begin = tl.maximum(begin_block - blocks, 0) * BLOCK
             extra_end = tl.minimum(extra_length, (end_block - blocks) * BLOCK)
-        top, total, reference, out0, out1, out2, out3, out4 = walk(
-            top, total, reference, out0, out1, out2, out3, out4,
+        top, sums, reference, out0, out1, out2, out3, out4 = walk(
+            top, sums, reference, out0, out1, out2, out3, out4,
             nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
             extra_pool.to(tl.pointer_type(tl.uint8)), extra_page_stride, extra_last_slot,
             extra_block_size, extra_block_magic, extra_block_shift,
@@ -267,6 +267,7 @@ def attend(
             False, False, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
         )  # fmt: skip
 
+    total = tl.sum(sums, 1)
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     share = 1.0 / total

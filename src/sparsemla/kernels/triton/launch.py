@@ -89,7 +89,7 @@ class Setting:
 def setting_of(device: torch.device, fmt: KVFormat, heads: int) -> Setting:
     """The setting of a device; the interpreter's is small, so that tests meet several tiles and pieces."""
     if device.type != "cuda":
-        return Setting("interpreter", Shape(heads=16, keys=32, warps=1, registers=0, per_sm=1), 4)
+        return Setting("interpreter", Shape(heads=16, keys=32, warps=1, registers=0, per_sm=1), 16)
     index = device_index(device)
     arch = architecture(index)
     shape = shape_for(arch, fmt, heads)

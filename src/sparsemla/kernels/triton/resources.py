@@ -189,7 +189,7 @@ _POINTERS = {
         "*i32",
     ),
 }
-_STRIDES = ("q_nope_row", "q_nope_head", "q_rope_row", "q_rope_head")
+_STRIDES = ("q_nope_row", "q_nope_head", "q_rope_row", "q_rope_head", "out_row", "out_head")
 
 
 def _signature(

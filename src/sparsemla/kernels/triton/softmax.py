@@ -65,18 +65,18 @@ def add_values(weight, value, output, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def weigh(scores, bias, top, total, factor):
+def weigh(scores, bias, top, sums, factor):
     """One tile of the online softmax.
 
     Args:
         scores: float32 in units of `factor`: logit · log2(e) = score · factor.
         bias: (keys,) 0, or -inf for a key that does not count.
         top: (heads,) largest score so far, -inf where no key was seen.
-        total: (heads,) sum of weights relative to `top`.
+        sums: (heads, keys) sums of weights relative to `top`, tile upon tile.
         factor: (heads,), at least 0.
 
     Returns:
-        weights relative to the new top (0 where masked), the new top and total, and (heads,) what everything relative
+        weights relative to the new top (0 where masked), the new top and sums, and (heads,) what everything relative
         to the old top is multiplied with.
     """
     scores += bias[None, :]
@@ -85,7 +85,7 @@ def weigh(scores, bias, top, total, factor):
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     keep = tl.exp2((top - base) * factor)
     weights = tl.exp2((scores - base[:, None]) * factor[:, None])
-    return weights, new_top, total * keep + tl.sum(weights, 1), keep
+    return weights, new_top, sums * keep[:, None] + weights, keep
 
 
 @triton.jit
