@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from sparsemla.cli import UserError, audit, bench, check, plan
+from sparsemla.cli import UserError, audit, bench, check, doctor, plan
 
 app = typer.Typer(
     name="sparsemla",
@@ -53,6 +53,7 @@ app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.command("audit", context_settings=audit.CONTEXT_SETTINGS)(audit.audit)
 app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
