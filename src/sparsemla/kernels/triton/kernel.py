@@ -19,6 +19,7 @@ from sparsemla.kernels.triton.keys import (
     fetch,
     locate,
     operands,
+    spread,
 )
 from sparsemla.kernels.triton.query import load_query, query_factor
 from sparsemla.kernels.triton.softmax import (
@@ -149,7 +150,7 @@ def _store(
     row, head_stride, heads, wanted, output, FIRST: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr
 ):
     """Stores columns FIRST and on of the heads of one row, as bfloat16 or float32, whichever `row` points to."""
-    pointers = row + heads[:, None] * head_stride + (FIRST + tl.arange(0, WIDTH))[None, :]
+    pointers = row + heads[:, None] * head_stride + (FIRST + spread(WIDTH))[None, :]
     if row.dtype.element_ty == tl.bfloat16:
         output = to_bfloat16(output, INTERPRETED).to(tl.bfloat16)
     tl.store(pointers, output, mask=wanted[:, None])

@@ -164,6 +164,37 @@ def e4m3_to_float16(words, CONVERT: tl.constexpr):
 
 
 @triton.jit
+def spread(WIDTH: tl.constexpr):
+    """(WIDTH,) the column of a segment that each column of its operands holds.
+
+    A thread loads 16 codes, 32 bytes as float16, and stores 16 bytes of them at a time. In the columns' own order these
+    are every second 16 bytes, and eight threads meet in half of the banks of shared memory. So operands of 128 columns
+    hold the first halves of all sixteens in front, the second halves behind. Queries and outputs follow.
+    """
+    place = tl.arange(0, WIDTH)
+    if WIDTH == 128:
+        return place // 8 % 8 * 16 + place // 64 * 8 + place % 8
+    else:
+        return place
+
+
+@triton.jit
+def _settled(values, CONVERT: tl.constexpr):
+    """The values, their columns in the order that `spread` gives, as something Triton does not look behind.
+
+    Triton 3.4 to 3.6 see that a matrix operand was joined from halves and then want it in shared memory in one
+    arrangement for the scores and in another for the output, so twice.
+    """
+    if values.shape[1] == 128:
+        values = tl.permute(tl.reshape(values, (values.shape[0], 8, 2, 8)), (0, 2, 1, 3))
+        values = tl.reshape(values, (values.shape[0], 128))
+    if CONVERT == PLAIN:
+        return values
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=tl.float16, is_pure=False, pack=2)
+
+
+@triton.jit
 def _bytes(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """(N, WIDTH) uint8 from byte FIRST of the records on."""
     return tl.load(record[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
@@ -180,7 +211,7 @@ def _words(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 def _bfloat16(record, valid, OFFSET: tl.constexpr, WIDTH: tl.constexpr):
     """(N, WIDTH) bfloat16 that lie OFFSET bytes into the records."""
     start = (record + OFFSET).to(tl.pointer_type(tl.bfloat16))
-    return tl.load(start[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0.0)
+    return tl.load(start[:, None] + spread(WIDTH)[None, :], mask=valid[:, None], other=0.0)
 
 
 @triton.jit
@@ -241,7 +272,7 @@ def _brought(codes, exponents, largest, CONVERT: tl.constexpr):
     factor = ((power + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
     values = e4m3_to_float16(codes, CONVERT)
     grouped = tl.reshape(values, (values.shape[0], factor.shape[1], values.shape[1] // factor.shape[1]))
-    return tl.reshape(grouped * factor[:, :, None], values.shape)
+    return _settled(tl.reshape(grouped * factor[:, :, None], values.shape), CONVERT)
 
 
 @triton.jit
@@ -255,10 +286,10 @@ def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIN
         one = tl.full((codes0.shape[0],), 1.0, tl.float32)
         return codes0, codes1, codes2, codes3, one, one, one, one, one
     elif KIND == FLOAT32_SCALES:
-        key0 = e4m3_to_float16(codes0, CONVERT)
-        key1 = e4m3_to_float16(codes1, CONVERT)
-        key2 = e4m3_to_float16(codes2, CONVERT)
-        key3 = e4m3_to_float16(codes3, CONVERT)
+        key0 = _settled(e4m3_to_float16(codes0, CONVERT), CONVERT)
+        key1 = _settled(e4m3_to_float16(codes1, CONVERT), CONVERT)
+        key2 = _settled(e4m3_to_float16(codes2, CONVERT), CONVERT)
+        key3 = _settled(e4m3_to_float16(codes3, CONVERT), CONVERT)
         scales = scale0
         scale0 = _column(scales, 0)
         scale1 = _column(scales, 1)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsemla.kernels.triton.keys import spread
+
 _TOP = tl.constexpr(13)
 _FACTOR_MAX = tl.constexpr(3.0e38)
 """Beyond it every difference of logits is decided anyway, and inf · 0 would be NaN."""
@@ -60,7 +62,7 @@ def query_factor(nope, nope_head, rope, rope_head, heads, wanted, scale_log2, NO
 @triton.jit
 def load_query(row, head_stride, heads, wanted, power, FIRST: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
     """(H, WIDTH) columns FIRST and on of one row's heads times `power`; float16 where HALF, else bfloat16 (exact)."""
-    column = FIRST + tl.arange(0, WIDTH)
+    column = FIRST + spread(WIDTH)
     values = _load(row + heads[:, None] * head_stride + column[None, :], wanted[:, None]) * power[:, None]
     if HALF:
         return values.to(tl.float16)
