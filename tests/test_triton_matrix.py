@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable kernel in the matrix of test_attention.py, and in what its own ideas could get wrong.
 
-On a GPU all of it runs. Without one, Triton's interpreter runs it on the CPU; that needs TRITON_INTERPRET=1 before
-triton is imported, so this module is then only collected in processes of its own, which test_triton.py starts for a
-part of it.
+On a GPU all of it runs (SPARSEMLA_SHARD=0/8 to 7/8: an eighth of it each, in processes of their own). Without one,
+Triton's interpreter runs it on the CPU; that needs TRITON_INTERPRET=1 before triton is imported, so this module is then
+only collected in processes of its own, which test_triton.py starts for a part of it.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ if not (INTERPRETED or torch.cuda.is_available()):
 del test_accumulators_exist_only_when_something_is_split  # noqa: F821
 del test_memory_grows_neither_with_the_pool_nor_with_topk  # noqa: F821
 del test_scratch_bytes_of_the_kernels  # noqa: F821
+
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
+SHARE, _, SHARES = os.environ.get("SPARSEMLA_SHARD", "0/1").partition("/")
+
+
+@pytest.fixture(autouse=True)
+def _shard(request: pytest.FixtureRequest) -> None:
+    """Skips what another process runs: on a GPU each test compiles kernels of its own, one after the other."""
+    if zlib.crc32(request.node.nodeid.encode()) % int(SHARES) != int(SHARE):
+        pytest.skip(f"not of share {SHARE} of {SHARES}")
 
 
 @pytest.fixture(autouse=True)
