@@ -15,7 +15,7 @@ from sparsemla.reference import reference_attention
 from sparsemla.schedule import SplitSchedule
 from sparsemla.serving.backend import SparseMLABackend
 from sparsemla.serving.config import ModelGeometry, Parallelism, ServingConfig, ServingLimits
-from sparsemla.serving.host_cache import GatheredHostRecords
+from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool
 from sparsemla.serving.metadata import Batch, Metadata, MetadataBuilder, local_length
 from sparsemla.serving.paths import Path, PathKind, PathMismatchError, decide
 from sparsemla.serving.workspace import SharedWorkspace
@@ -62,6 +62,17 @@ class Case:
 
     def batch(self, rank: int = 0) -> Batch:
         return Batch(self.query_lens, self.seq_lens, self.tables[rank], self.padded)
+
+
+def host_cache_of(
+    cache: PagedKVCache, table: torch.Tensor, *, hot_records: int, device: torch.device, staged: int = 128
+) -> HostCache:
+    """A host cache with a cache's records; contexts above `staged` records go through the hot buffer."""
+    pool = host_pool(cache.num_pages, cache.block_size, cache.format, d_qk=cache.d_qk)
+    pool.byte_view.copy_(cache.byte_view)
+    lanes = RequestLanes(max_requests=table.shape[0], max_len=table.shape[1] * BLOCK, device=device)
+    ring = StagingRing(pool.layout.page_bytes(staged), device=device)
+    return HostCache(pool, lanes, hot_records=hot_records, topk=TOPK, max_rows=40, staging=ring)
 
 
 # decodes (one with 3 query tokens: MTP), a prefill from scratch, prefills with context that need several chunks
@@ -153,7 +164,7 @@ def run(
     workspace = SharedWorkspace(device)
     host = None
     if config.host_cache:
-        host = GatheredHostRecords(case.caches[0], case.tables[0], hot_records=2 * TOPK, device=device)
+        host = host_cache_of(case.caches[0], case.tables[0], hot_records=3 * TOPK, device=device)
     backend = SparseMLABackend(config, path, workspace, softmax_scale=SCALE, host=host)
     workspace.lock()
     poison(workspace)
@@ -490,7 +501,7 @@ def test_host_cache_and_shards_together(device: torch.device) -> None:
     path = decide(config, "sparsemla")
     parts = []
     for rank in range(2):
-        host = GatheredHostRecords(case.caches[rank], case.tables[rank], hot_records=5 * TOPK, device=device)
+        host = host_cache_of(case.caches[rank], case.tables[rank], hot_records=5 * TOPK, device=device)
         backend = SparseMLABackend(config, path, SharedWorkspace(device), softmax_scale=SCALE, rank=rank, host=host)
         batch = Batch(case.query_lens, case.seq_lens, case.tables[rank].to(device), case.padded)
         metadata = MetadataBuilder(config, path, device=device, rank=rank).build(batch)
@@ -500,12 +511,3 @@ def test_host_cache_and_shards_together(device: torch.device) -> None:
     out, lse = merge(parts)
     close(out, case.out)
     torch.testing.assert_close(lse, case.lse, atol=1e-4, rtol=1e-5)
-
-
-def test_host_records_refuse_what_they_cannot_hold() -> None:
-    cache = PagedKVCache.allocate(4, BLOCK, "fp8_ds_mla")
-    host = GatheredHostRecords(cache, torch.zeros((1, 4), dtype=torch.int32), hot_records=8)
-    with pytest.raises(ValueError, match="hot_records: got 8, accepted is at least topk = 9"):
-        host.rows_at_once(9)
-    with pytest.raises(ValueError, match="indices: got 3 rows, accepted are at most 2"):
-        host.bring(torch.zeros((3, 4), dtype=torch.int32), torch.zeros(3, dtype=torch.int32))

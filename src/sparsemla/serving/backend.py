@@ -8,21 +8,25 @@ cache may, see :mod:`sparsemla.serving.host_cache`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from sparsemla.attention import sparse_mla_attention
 from sparsemla.cache import PagedKVCache, slots_from_positions
-from sparsemla.formats import KVFormat, unpack
+from sparsemla.formats import KVFormat, RecordLayout, unpack
 from sparsemla.schedule import SplitSchedule
 from sparsemla.serving.config import ServingConfig
-from sparsemla.serving.host_cache import HostRecords
+from sparsemla.serving.host_cache.attend import HostAttention
+from sparsemla.serving.host_cache.records import HostRecords
 from sparsemla.serving.metadata import Metadata, PrefillChunk, copy_page_rows
 from sparsemla.serving.paths import Path, PathKind, require_same
 from sparsemla.serving.reservations import reservations_for
 from sparsemla.serving.workspace import SharedWorkspace
+
+if TYPE_CHECKING:
+    from sparsemla.serving.context_parallel.exchange import HeadExchange
 
 Query: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
@@ -31,6 +35,9 @@ AllGather: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 
 _COPY_TILE = 2048
 """Records dequantised at a time while a context is copied: bounds what the copy takes beyond the workspace."""
+
+_RECORD_TILE = 32_768
+"""Records moved at a time while a shard is laid out for gathering: tens of MB."""
 
 
 class SparseMLABackend:
@@ -43,8 +50,10 @@ class SparseMLABackend:
         softmax_scale: multiplies q·k.
         owner: name of the reservations in the workspace's ledger. Layers that use it one after the other share it.
         rank: this rank among those that share the cache.
-        all_gather: for the gathered path: gathers bf16 rows from those ranks.
+        all_gather: where prefills gather shards: gathers rows from those ranks.
         host: for a host cache: where the records are.
+        context: the exchange with those ranks; the forward then takes and gives this rank's own heads, over the whole
+            cache. It brings `rank` and `all_gather`.
 
     Raises:
         ValueError: something a path needs is missing.
@@ -62,10 +71,18 @@ class SparseMLABackend:
         rank: int = 0,
         all_gather: AllGather | None = None,
         host: HostRecords | None = None,
+        context: HeadExchange | None = None,
     ) -> None:
+        if context is not None:
+            if context.ranks.grid.parallel != config.parallel:
+                raise ValueError(
+                    f"context: got ranks for {context.ranks.grid.parallel}, accepted are those of {config.parallel}"
+                )
+            rank = context.ranks.grid.shard
+            all_gather = context.gather_shards
         if not 0 <= rank < path.context_world:
             raise ValueError(f"rank: got {rank}, accepted are 0 to {path.context_world - 1}")
-        if path.kind is PathKind.GATHERED and all_gather is None:
+        if path.gathers_prefill and all_gather is None:
             raise ValueError(f"all_gather: got None, required for path {path}")
         if path.host_cache and host is None:
             raise ValueError(f"host: got None, required for path {path}")
@@ -76,6 +93,7 @@ class SparseMLABackend:
         self._workspace = workspace
         self._all_gather = all_gather
         self._host = host
+        self._context = context if path.context_world > 1 else None
         self._shard = (rank, path.context_world, path.interleave) if path.context_world > 1 else None
         self.reserved_bytes = workspace.reserve(owner, reservations_for(config, path))
 
@@ -93,8 +111,8 @@ class SparseMLABackend:
         """Attend one step's rows.
 
         Args:
-            q: (padded_tokens, heads, d_qk) bfloat16, or the pair (latent part, rotary part). Under DCP the heads are
-                those gathered over the ranks that share the cache.
+            q: (padded_tokens, heads, d_qk) bfloat16, or the pair (latent part, rotary part). Under DCP without
+                `context` the heads are those gathered over the ranks that share the cache.
             cache: this rank's pages. None with a host cache.
             indices: (padded_tokens, topk) int32 positions in each row's request; -1 is no key.
             metadata: of this step.
@@ -106,12 +124,29 @@ class SparseMLABackend:
         Returns:
             out (padded_tokens, heads, 512); padding rows are 0. lse (padded_tokens, heads) float32 on the in-place path
             and, under DCP, on the mixed one; of the decode rows on the gathered path (a prefill row there has seen
-            every shard already); None where the policy returns none.
+            every shard already); None where the policy returns none. Under DCP both are this rank's part over its
+            shard, for the caller to merge; with `context` they are the whole, for this rank's heads.
 
         Raises:
             PathMismatchError: the metadata was built for another path; the message names both.
             ValueError: wrong shapes.
+            RankLostError: with `context`, another rank is gone.
         """
+        if self._context is None:
+            return self._forward(q, cache, indices, metadata, attn_sink, schedule, out)
+        with self._context.ranks.watch():  # an error here must not leave the other ranks waiting
+            return self._forward(q, cache, indices, metadata, attn_sink, schedule, out)
+
+    def _forward(
+        self,
+        q: Query,
+        cache: PagedKVCache | None,
+        indices: torch.Tensor,
+        metadata: Metadata,
+        attn_sink: torch.Tensor | None,
+        schedule: SplitSchedule | None,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         require_same(self.path, metadata.path)
         rows = metadata.padded_tokens
         given = q if isinstance(q, torch.Tensor) else q[0]
@@ -127,7 +162,11 @@ class SparseMLABackend:
             raise ValueError(f"q: got {rows} rows, accepted are at most max_num_batched_tokens = {self.max_tokens}")
         if cache is None and not self.path.host_cache:
             raise ValueError("cache: got None, accepted is a PagedKVCache (None is for a host cache)")
+        if self._context is not None and given.shape[1] != self.path.heads:
+            raise ValueError(f"q: got {given.shape[1]} heads, accepted are this rank's own {self.path.heads}")
         if self.path.kind is PathKind.IN_PLACE:
+            if self._context is None and not metadata.chunks:
+                return self._shard_rows(q, slice(0, rows), cache, indices, metadata, attn_sink, schedule, out, None)
             return self._in_place(q, cache, indices, metadata, attn_sink, schedule, out)
         return self._staged(q, cache, indices, metadata, attn_sink, out)
 
@@ -143,60 +182,141 @@ class SparseMLABackend:
         schedule: SplitSchedule | None,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows over a sharded cache, and prefill rows over the gathered shards where there are chunks."""
+        nope = q if isinstance(q, torch.Tensor) else q[0]
+        rows, heads = nope.shape[:2]
+        answer = out
+        if answer is None or not answer.is_contiguous():
+            answer = torch.empty((rows, heads, self.path.d_v), dtype=torch.bfloat16, device=nope.device)
+        lse = torch.empty((rows, heads), dtype=torch.float32, device=nope.device)
+        scratch = self._workspace.take(self.owner)
+        cached = slice(0, metadata.num_decode_tokens if metadata.chunks else rows)
+
+        def partial(query: Query, part: slice, to: torch.Tensor, to_lse: torch.Tensor) -> None:
+            sink = attn_sink if self._context is None else None
+            self._shard_rows(query, part, cache, indices, metadata, sink, schedule, to, to_lse)
+
+        if cached.stop:
+            mine = _rows(q, cached)
+            if self._context is None:
+                partial(mine, cached, answer[cached], lse[cached])
+            else:
+                self._context.attend(
+                    mine, partial, buffers=scratch, out=answer[cached], lse=lse[cached], attn_sink=attn_sink
+                )
+        for chunk in metadata.chunks:
+            keys = self._gather_records(chunk, cache, metadata, scratch["gathered_records"])
+            sparse_mla_attention(
+                _rows(q, chunk.tokens),
+                keys,
+                indices[chunk.tokens],
+                softmax_scale=self.softmax_scale,
+                block_table=chunk.block_table,
+                request_ids=chunk.request_ids,
+                attn_sink=attn_sink,
+                out=answer[chunk.tokens],
+                lse=lse[chunk.tokens],
+            )
+        if metadata.chunks:
+            answer[metadata.num_tokens :].zero_()
+            lse[metadata.num_tokens :].fill_(-torch.inf)
+        if out is not None and answer is not out:
+            out.copy_(answer)
+            answer = out
+        return answer, lse
+
+    def _shard_rows(
+        self,
+        q: Query,
+        part: slice,
+        cache: PagedKVCache | None,
+        indices: torch.Tensor,
+        metadata: Metadata,
+        attn_sink: torch.Tensor | None,
+        schedule: SplitSchedule | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `part` of the step, whose queries are given, over the records that lie here."""
         if self._host is not None:
-            return self._from_host(q, indices, metadata.request_ids, attn_sink, out)
+            return self._from_host(q, part, indices, metadata, attn_sink, out, lse)
+        ids = metadata.request_ids[part]
         assert cache is not None  # checked in forward
         return sparse_mla_attention(
             q,
             cache,
-            indices,
+            indices[part],
             softmax_scale=self.softmax_scale,
             block_table=metadata.block_table,
-            request_ids=metadata.request_ids,
+            request_ids=ids,
             context_shard=self._shard,
             attn_sink=attn_sink,
-            schedule=schedule,
+            schedule=_schedule_for(schedule, ids.shape[0], metadata.padded_tokens),
             out=out,
+            lse=lse,
         )
+
+    def _gather_records(
+        self, chunk: PrefillChunk, cache: PagedKVCache | None, metadata: Metadata, scratch: torch.Tensor
+    ) -> PagedKVCache:
+        """The shards of a chunk's context from every rank, as they are stored; a page of one record for each."""
+        assert self._all_gather is not None and self._shard is not None  # checked in __init__
+        gathered = scratch[: chunk.rows * self.path.context_world]
+        mine = gathered[self._shard[0] * chunk.rows :][: chunk.rows]
+        layout = self._layout(cache)
+        for index, (start, length) in enumerate(zip(chunk.starts, chunk.local_lens, strict=True)):
+            tiles = self._records(cache, metadata, chunk.first_request + index, length, _RECORD_TILE)
+            for begin, end, records in tiles:
+                mine[start + begin : start + end, : layout.record_bytes].copy_(records)
+        self._all_gather(gathered, mine)
+        if layout.format is KVFormat.BF16:
+            return PagedKVCache.wrap(gathered.view(torch.bfloat16).unsqueeze(1), layout.format)
+        return PagedKVCache.wrap(gathered[:, : layout.record_bytes].unsqueeze(1), layout.format)
+
+    def _records(
+        self, cache: PagedKVCache | None, metadata: Metadata, request: int, length: int, tile: int
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(begin, end, (end - begin, record_bytes) uint8): records this rank holds of a request, by their number here.
+
+        From a host cache a tile is on its way while the one before is used.
+        """
+        if self._host is not None:
+            tile = min(tile, self._host.staged_records)
+        pieces = [(request, begin, min(begin + tile, length)) for begin in range(0, length, tile)]
+        if self._host is not None:
+            for (_, begin, end), page in zip(pieces, self._host.stage(pieces, metadata.block_table), strict=True):
+                yield begin, end, page.gather_bytes(torch.arange(end - begin, device=page.device))
+            return
+        assert cache is not None  # checked in forward
+        for _, begin, end in pieces:
+            positions = torch.arange(begin, end, device=cache.device)
+            ids = torch.full_like(positions, request)
+            slots = slots_from_positions(
+                metadata.block_table, ids, positions, cache.block_size, num_slots=cache.num_slots
+            )
+            yield begin, end, cache.gather_bytes(slots)
 
     def _from_host(
         self,
         q: Query,
+        part: slice,
         indices: torch.Tensor,
-        request_ids: torch.Tensor,
+        metadata: Metadata,
         attn_sink: torch.Tensor | None,
         out: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows in groups whose records fit the hot buffer."""
+        """Rows `part` of the step, whose queries are given, over the host cache."""
         assert self._host is not None  # checked in __init__
-        nope, rope = (q, None) if isinstance(q, torch.Tensor) else q
+        nope = q if isinstance(q, torch.Tensor) else q[0]
         rows, heads = nope.shape[:2]
         if out is None:
             out = torch.empty((rows, heads, self.path.d_v), dtype=torch.bfloat16, device=nope.device)
-        lse = torch.empty((rows, heads), dtype=torch.float32, device=nope.device)
-        step = self._host.rows_at_once(indices.shape[1])
-        for begin in range(0, rows, step):
-            part = slice(begin, min(begin + step, rows))
-            hot, slots = self._host.bring(self._held(indices[part]), request_ids[part])
-            sparse_mla_attention(
-                nope[part] if isinstance(q, torch.Tensor) else (nope[part], None if rope is None else rope[part]),
-                hot,
-                slots,
-                softmax_scale=self.softmax_scale,
-                attn_sink=attn_sink,
-                out=out[part],
-                lse=lse[part],
-            )
+        if lse is None:
+            lse = torch.empty((rows, heads), dtype=torch.float32, device=nope.device)
+        attend = HostAttention(self._host, self.softmax_scale, self._shard)
+        attend.rows(q, part, indices, metadata, attn_sink, out, lse)
         return out, lse
-
-    def _held(self, indices: torch.Tensor) -> torch.Tensor:
-        """Global positions → this rank's local positions, -1 where another rank holds them."""
-        if self._shard is None:
-            return indices
-        rank, world, interleave = self._shard
-        held = (indices >= 0) & (indices // interleave % world == rank)
-        local = indices // (interleave * world) * interleave + indices % interleave
-        return torch.where(held, local, -1)
 
     # -- the published paths ------------------------------------------------------------------------------------------
 
@@ -210,9 +330,11 @@ class SparseMLABackend:
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         scratch = self._workspace.take(self.owner)
-        stage = _Staging(self.path, scratch, q)
         whole = self.path.kind in (PathKind.MIXED_FP8, PathKind.BF16)
         end = metadata.padded_tokens if whole else metadata.num_decode_tokens
+        if self._context is not None:
+            return self._staged_shards(q, slice(0, end), cache, indices, metadata, attn_sink, out, scratch)
+        stage = _Staging(self.path, scratch, q)
         lse = None
         if end:
             part = slice(0, end)
@@ -229,6 +351,45 @@ class SparseMLABackend:
             answer = out
         return answer, lse if self.path.returns_lse else None
 
+    def _staged_shards(
+        self,
+        q: Query,
+        cached: slice,
+        cache: PagedKVCache | None,
+        indices: torch.Tensor,
+        metadata: Metadata,
+        attn_sink: torch.Tensor | None,
+        out: torch.Tensor | None,
+        scratch: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The published paths over a sharded cache; what is exchanged lies in fresh memory, as published."""
+        assert self._context is not None
+        nope = q if isinstance(q, torch.Tensor) else q[0]
+        rows, heads = nope.shape[:2]
+        answer = torch.empty((rows, heads, self.path.d_v), dtype=torch.bfloat16, device=nope.device)
+        lse = torch.empty((cached.stop, heads), dtype=torch.float32, device=nope.device)
+
+        def partial(query: Query, part: slice, to: torch.Tensor, to_lse: torch.Tensor) -> None:
+            stage = _Staging(self.path, scratch, query)
+            to_lse.copy_(self._cached_rows(stage, part, cache, indices, metadata, None))
+            to.copy_(stage.result)
+
+        if cached.stop:
+            buffers = self._context.buffers(cached.stop, nope.device)
+            self._context.attend(
+                _rows(q, cached), partial, buffers=buffers, out=answer[cached], lse=lse, attn_sink=attn_sink
+            )
+        if metadata.chunks:
+            stage = _Staging(self.path, scratch, q)
+            for chunk in metadata.chunks:
+                self._chunk(stage, chunk, cache, indices, metadata, attn_sink, scratch)
+                answer[chunk.tokens].copy_(stage.result[chunk.tokens])
+        answer[max(metadata.num_tokens, cached.stop) :].zero_()
+        if out is not None:
+            out.copy_(answer)
+            answer = out
+        return answer, lse
+
     def _cached_rows(
         self,
         stage: _Staging,
@@ -243,7 +404,7 @@ class SparseMLABackend:
         sink = stage.sink(attn_sink, padded.shape[1])
         target = stage.output(part, self.path.decode_heads)
         if self._host is not None:
-            _, lse = self._from_host(padded, indices[part], metadata.request_ids[part], sink, target)
+            _, lse = self._from_host(padded, part, indices, metadata, sink, target)
         else:
             assert cache is not None  # checked in forward
             _, lse = sparse_mla_attention(
@@ -283,52 +444,54 @@ class SparseMLABackend:
             assert self._all_gather is not None  # checked in __init__
             gathered = scratch["gathered_kv"][: chunk.rows * self.path.context_world]
             self._all_gather(gathered, copy)
-            rows = _gathered_rows(self.path, chunk, indices[chunk.tokens])
-            keys = PagedKVCache.wrap(gathered.unsqueeze(0), KVFormat.BF16)
-            sparse_mla_attention(padded, keys, rows, softmax_scale=self.softmax_scale, attn_sink=sink, out=target)
+            keys = PagedKVCache.wrap(gathered.unsqueeze(1), KVFormat.BF16)
         else:
             page = copy_page_rows(self.path)
             keys = PagedKVCache.wrap(copy.view(-1, page, copy.shape[1]), KVFormat.BF16)
-            sparse_mla_attention(
-                padded,
-                keys,
-                indices[chunk.tokens],
-                softmax_scale=self.softmax_scale,
-                block_table=chunk.block_table,
-                request_ids=chunk.request_ids,
-                attn_sink=sink,
-                out=target,
-            )
+        sparse_mla_attention(
+            padded,
+            keys,
+            indices[chunk.tokens],
+            softmax_scale=self.softmax_scale,
+            block_table=chunk.block_table,
+            request_ids=chunk.request_ids,
+            attn_sink=sink,
+            out=target,
+        )
         stage.finish(chunk.tokens, target)
 
     def _copy_context(
         self, cache: PagedKVCache | None, metadata: Metadata, request: int, length: int, target: torch.Tensor
     ) -> None:
         """The first `length` records this rank holds of a request, dequantised to bf16, into target[:length]."""
-        for begin in range(0, length, _COPY_TILE):
-            end = min(begin + _COPY_TILE, length)
-            if self._host is not None:
-                layout = self._host.layout
-                rows = unpack(self._host.stage(request, begin, end), layout.format, layout.d_qk)
-            else:
-                assert cache is not None  # checked in forward
-                positions = torch.arange(begin, end, device=cache.device)
-                ids = torch.full_like(positions, request)
-                slots = slots_from_positions(
-                    metadata.block_table, ids, positions, cache.block_size, num_slots=cache.num_slots
-                )
-                rows = cache.read(slots)
-            target[begin:end].copy_(rows)
+        layout = self._layout(cache)
+        for begin, end, records in self._records(cache, metadata, request, length, _COPY_TILE):
+            target[begin:end].copy_(unpack(records, layout.format, layout.d_qk))
+
+    def _layout(self, cache: PagedKVCache | None) -> RecordLayout:
+        if self._host is not None:
+            return self._host.layout
+        assert cache is not None  # checked in forward
+        return cache.layout
 
 
-def _gathered_rows(path: Path, chunk: PrefillChunk, indices: torch.Tensor) -> torch.Tensor:
-    """(rows, topk) int32: global positions → rows of the gathered copy (rank after rank); -1 for no key."""
-    world, interleave = path.context_world, path.interleave
-    owner = indices // interleave % world
-    local = indices // (interleave * world) * interleave + indices % interleave
-    of_row = chunk.block_table[chunk.request_ids.long()]
-    start, tokens = of_row[:, :1], of_row[:, 1:]
-    return torch.where((indices >= 0) & (indices < tokens), owner * chunk.rows + start + local, -1)
+def _rows(q: Query, part: slice) -> Query:
+    if isinstance(q, torch.Tensor):
+        return q[part]
+    nope, rope = q
+    return nope[part], None if rope is None else rope[part]
+
+
+def _schedule_for(schedule: SplitSchedule | None, rows: int, step_rows: int) -> SplitSchedule | None:
+    """The step's schedule for some of its rows: "do not split" stays so, a plan fits whole steps only."""
+    if schedule is None or rows == step_rows:
+        return schedule
+    if not schedule.nothing_split:
+        raise ValueError(
+            f"schedule: got a plan for {step_rows} rows, accepted is None or one that splits nothing where a step's "
+            f"rows are not attended together ({rows} at a time here)"
+        )
+    return SplitSchedule.unsplit(rows)
 
 
 class _Staging:

@@ -18,7 +18,7 @@ from math import gcd
 import torch
 
 from sparsemla.serving.config import ServingConfig
-from sparsemla.serving.paths import Path, PathKind
+from sparsemla.serving.paths import Path
 
 COPY_PAGE_ROWS = 64
 """Rows of a page of the bf16 copy, at most: each request's copy starts on a page, so positions need no conversion."""
@@ -33,12 +33,15 @@ class Batch:
         seq_lens: tokens of each request's context, its query tokens included.
         block_table: (at least that many requests, pages) int32 on the device: this rank's pages of each request.
         padded_tokens: rows the step runs with; None for the query tokens themselves.
+        num_decodes: requests at the front that are decodes; None: judged by their query tokens. With PCP a rank's share
+            of a prefill may be as short as a decode, so `PrefillSplit` says it.
     """
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
     block_table: torch.Tensor
     padded_tokens: int | None = None
+    num_decodes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +56,8 @@ class PrefillChunk:
         ends: row where the next one's begins.
         local_lens: records of each request that this rank holds.
         request_ids: (query rows,) int32, counted from first_request.
-        block_table: (requests, pages) int32: pages of the copy, of `copy_page_rows` rows. For the gathered path
-            (requests, 2) int32: start row and tokens of each request.
+        block_table: (requests, pages) int32: pages of the copy, of `copy_page_rows` rows. Where shards are gathered
+            (requests, positions) int32: row of each position in the gathered copy (rank after rank), -1 past the end.
     """
 
     first_request: int
@@ -80,6 +83,8 @@ class Metadata:
     padded_tokens: int
     max_query_len: int
     max_seq_len: int
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
     request_ids: torch.Tensor
     """(padded_tokens,) int32: the request of each row, -1 for a padding row."""
     block_table: torch.Tensor
@@ -173,7 +178,9 @@ class MetadataBuilder:
         tokens = self._check(query_lens, seq_lens, batch)
         padded = tokens if batch.padded_tokens is None else batch.padded_tokens
         requests = len(query_lens)
-        decodes = count_decodes(query_lens, self.config.limits.decode_query_len)
+        decodes = batch.num_decodes
+        if decodes is None:
+            decodes = count_decodes(query_lens, self.config.limits.decode_query_len)
         starts = [0]
         for length in query_lens:
             starts.append(starts[-1] + length)
@@ -196,6 +203,8 @@ class MetadataBuilder:
             padded_tokens=padded,
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
+            query_lens=tuple(query_lens),
+            seq_lens=tuple(seq_lens),
             request_ids=request_ids,
             block_table=batch.block_table[:requests],
             chunks=chunks,
@@ -220,6 +229,8 @@ class MetadataBuilder:
                     f"seq_lens: got {sequence} tokens with {query} query tokens, accepted are at least the query "
                     f"tokens and at most max_model_len = {limits.max_model_len}"
                 )
+        if batch.num_decodes is not None and not 0 <= batch.num_decodes <= len(query_lens):
+            raise ValueError(f"num_decodes: got {batch.num_decodes}, accepted are 0 to {len(query_lens)}")
         tokens = sum(query_lens)
         padded = tokens if batch.padded_tokens is None else batch.padded_tokens
         if not tokens <= padded <= limits.max_num_batched_tokens:
@@ -233,7 +244,7 @@ class MetadataBuilder:
         self, seq_lens: list[int], starts: list[int], decodes: int, request_ids: torch.Tensor
     ) -> tuple[PrefillChunk, ...]:
         path = self.path
-        gathered = path.kind is PathKind.GATHERED
+        gathered = path.gathers_prefill
         world = path.context_world if gathered else 1
         page = 1 if gathered else copy_page_rows(path)
         # Every rank takes the rows of the rank that holds most, so that all shards gather alike.
@@ -258,14 +269,21 @@ class MetadataBuilder:
                         for r in range(first, last)
                     ),
                     request_ids=request_ids[query_rows] - first,
-                    block_table=self._to_device(
-                        torch.tensor([copy_starts[:-1], seq_lens[first:last]], dtype=torch.int32).T.contiguous()
-                        if gathered
-                        else _copy_pages(copy_starts, page)
-                    ),
+                    block_table=self._gathered_rows(copy_starts, seq_lens[first:last])
+                    if gathered
+                    else self._to_device(_copy_pages(copy_starts, page)),
                 )
             )
         return tuple(chunks)
+
+    def _gathered_rows(self, starts: list[int], seq_lens: list[int]) -> torch.Tensor:
+        """(requests, longest) int32: where the gathered copy holds each position. `starts` ends with a shard's rows."""
+        world, interleave = self.path.context_world, self.path.interleave
+        position = torch.arange(max(*seq_lens, 1), dtype=torch.int32, device=self.device)
+        owner = position // interleave % world
+        local = position // (interleave * world) * interleave + position % interleave
+        begins, lengths = self._to_device(torch.tensor([starts[:-1], seq_lens], dtype=torch.int32)).unsqueeze(-1)
+        return torch.where(position < lengths, owner * starts[-1] + begins + local, -1)
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         """`host` on the device, without waiting for it."""

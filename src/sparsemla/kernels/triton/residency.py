@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device code of a host-resident cache: which records are hot, which must come, and the moving of records.
+
+Nothing here waits for the host: which records are missing is known on the device alone, and the kernels read and write
+pinned host memory by themselves (unified addressing maps it into the device's address space).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_BIG = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["rows", "topk", "pages", "requests", "num_slots", "rank", "index_row", "table_row"])
+def plan(
+    indices, index_row, request_ids, lane_of_request, block_table, table_row, requests, pages,
+    directory, position_of, order, used, unused_list, used_list, clock, counters, slots, fetch,
+    rows, topk, lanes, max_len, hot, block_size, num_slots, rank, world, interleave,
+    APPEND: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program `lane` makes what its request's rows name resident; the last program serves rows without a lane.
+
+    Fills `slots` (slot of the hot buffer, -1: no key) and `fetch` (slot of the host's pool, negative: nothing to
+    bring; with APPEND of every key). The steps are those of `sparsemla.serving.host_cache.hot`, in whose terms they are
+    explained; a barrier stands where a step reads what other threads of the program wrote.
+    """
+    lane = tl.program_id(0)
+    if lane == lanes:
+        for row in range(rows):
+            request = tl.load(request_ids + row)
+            known = (request >= 0) & (request < requests)
+            mine = tl.load(lane_of_request + request, mask=known, other=-1)
+            if (mine < 0) | (mine >= lanes):
+                for first in range(0, topk, BLOCK):
+                    column = first + tl.arange(0, BLOCK)
+                    at = tl.cast(row, tl.int64) * topk + column
+                    tl.store(slots + at, -1, mask=column < topk)
+                    tl.store(fetch + at, -1, mask=column < topk)
+    else:
+        begin = rows
+        end = 0
+        for first in range(0, rows, ROW_BLOCK):
+            row = first + tl.arange(0, ROW_BLOCK)
+            request = tl.load(request_ids + row, mask=row < rows, other=-1)
+            known = (row < rows) & (request >= 0) & (request < requests)
+            mine = known & (tl.load(lane_of_request + request, mask=known, other=-1) == lane)
+            begin = tl.minimum(begin, tl.min(tl.where(mine, row, rows), 0))
+            end = tl.maximum(end, tl.max(tl.where(mine, row + 1, 0), 0))
+        if begin < end:
+            directory += lane.to(tl.int64) * max_len
+            position_of += lane.to(tl.int64) * hot
+            order += lane.to(tl.int64) * hot
+            used += lane.to(tl.int64) * hot
+            unused_list += lane.to(tl.int64) * hot
+            used_list += lane.to(tl.int64) * hot
+            now = tl.load(clock + lane) + 1
+
+            for first in range(0, hot, BLOCK):
+                slot = first + tl.arange(0, BLOCK)
+                position = tl.load(position_of + slot, mask=slot < hot, other=-1)
+                tl.store(directory + position, slot, mask=(slot < hot) & (position >= 0))
+            tl.debug_barrier()
+
+            hits = 0
+            for row in range(begin, end):
+                request = tl.load(request_ids + row)
+                known = (request >= 0) & (request < requests)
+                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                    for first in range(0, topk, BLOCK):
+                        column = first + tl.arange(0, BLOCK)
+                        at = tl.cast(row, tl.int64) * topk + column
+                        position = tl.load(
+                            indices + tl.cast(row, tl.int64) * index_row + column, mask=column < topk, other=-1
+                        )
+                        key = (column < topk) & (position >= 0)
+                        if world > 1:
+                            key &= position // interleave % world == rank
+                            position = position // (interleave * world) * interleave + position % interleave
+                        page_at = position // block_size
+                        key &= page_at < pages
+                        page = tl.load(
+                            block_table + tl.cast(request, tl.int64) * table_row + page_at, mask=key, other=-1
+                        )
+                        host = page.to(tl.int64) * block_size + position % block_size
+                        key &= (page >= 0) & (host < num_slots)
+                        slot = tl.load(directory + position, mask=key, other=-1)
+                        inside = key & (slot >= 0) & (slot < hot)
+                        hit = inside & (tl.load(position_of + slot, mask=inside, other=-1) == position)
+                        miss = key & ~hit
+                        tl.store(used + slot, now, mask=hit)
+                        tl.store(directory + position, _BIG, mask=miss)
+                        tl.store(slots + at, tl.where(hit, lane * hot + slot, -1), mask=column < topk)
+                        brought = key if APPEND else miss
+                        tl.store(fetch + at, tl.where(brought, host, -1), mask=column < topk)
+                        hits += tl.sum(hit.to(tl.int32), 0)
+            tl.debug_barrier()
+
+            # Of several entries that name one missing record, the first in the batch brings it.
+            for row in range(begin, end):
+                request = tl.load(request_ids + row)
+                known = (request >= 0) & (request < requests)
+                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                    for first in range(0, topk, BLOCK):
+                        column = first + tl.arange(0, BLOCK)
+                        at = tl.cast(row, tl.int64) * topk + column
+                        inside = column < topk
+                        miss = inside & (tl.load(fetch + at, mask=inside, other=-1) >= 0)
+                        miss &= tl.load(slots + at, mask=inside, other=0) < 0
+                        position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
+                        if world > 1:
+                            position = position // (interleave * world) * interleave + position % interleave
+                        tl.atomic_min(directory + position, row * topk + column, mask=miss)
+
+            # Slots that no row uses now, least recently used first, and the others.
+            unused_count = 0
+            for first in range(0, hot, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                slot = tl.load(order + place, mask=place < hot, other=0)
+                is_used = tl.load(used + slot, mask=place < hot, other=0) == now
+                is_unused = (place < hot) & ~is_used
+                rank_unused = unused_count + tl.cumsum(is_unused.to(tl.int32), 0) - 1
+                tl.store(unused_list + rank_unused, slot, mask=is_unused)
+                tl.store(used_list + place - rank_unused - 1, slot, mask=(place < hot) & is_used)
+                unused_count += tl.sum(is_unused.to(tl.int32), 0)
+            tl.debug_barrier()
+
+            wanted = 0
+            for row in range(begin, end):
+                request = tl.load(request_ids + row)
+                known = (request >= 0) & (request < requests)
+                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                    for first in range(0, topk, BLOCK):
+                        column = first + tl.arange(0, BLOCK)
+                        at = tl.cast(row, tl.int64) * topk + column
+                        inside = column < topk
+                        miss = inside & (tl.load(fetch + at, mask=inside, other=-1) >= 0)
+                        miss &= tl.load(slots + at, mask=inside, other=0) < 0
+                        position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
+                        if world > 1:
+                            position = position // (interleave * world) * interleave + position % interleave
+                        # Past the first-level cache: atomics act behind it.
+                        first_of = tl.load(directory + position, mask=miss, other=-1, cache_modifier=".cg")
+                        wins = miss & (first_of == row * topk + column)
+                        place = wanted + tl.cumsum(wins.to(tl.int32), 0) - 1
+                        placed = wins & (place < unused_count)
+                        slot = tl.load(unused_list + place, mask=placed, other=0)
+                        tl.store(position_of + slot, position, mask=placed)
+                        tl.store(slots + at, lane * hot + slot, mask=placed)
+                        tl.store(fetch + at, -1, mask=wins & ~placed)
+                        tl.store(fetch + at, (-2 - first_of).to(tl.int64), mask=miss & ~wins)
+                        wanted += tl.sum(wins.to(tl.int32), 0)
+            tl.debug_barrier()
+
+            repeats = 0
+            for row in range(begin, end):
+                request = tl.load(request_ids + row)
+                known = (request >= 0) & (request < requests)
+                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                    for first in range(0, topk, BLOCK):
+                        column = first + tl.arange(0, BLOCK)
+                        at = tl.cast(row, tl.int64) * topk + column
+                        first_of = -2 - tl.load(fetch + at, mask=column < topk, other=0)
+                        again = (column < topk) & (first_of >= 0)
+                        slot = tl.load(slots + first_of, mask=again, other=-1)
+                        tl.store(slots + at, slot, mask=again)
+                        repeats += tl.sum((again & (slot >= 0)).to(tl.int32), 0)
+
+            brought_count = tl.minimum(wanted, unused_count)
+            for first in range(0, hot, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                source = place + brought_count
+                kept = source < unused_count
+                still = ~kept & (source < hot)
+                slot = tl.load(unused_list + source, mask=(place < hot) & kept, other=0)
+                slot += tl.load(used_list + source - unused_count, mask=(place < hot) & still, other=0)
+                slot += tl.load(unused_list + source - hot, mask=(place < hot) & ~kept & ~still, other=0)
+                tl.store(order + place, slot, mask=place < hot)
+
+            counters += lane * 4
+            if APPEND:
+                tl.store(counters + 2, tl.load(counters + 2) + hits + repeats + brought_count)
+            else:
+                tl.store(counters, tl.load(counters) + hits + repeats)
+                tl.store(counters + 1, tl.load(counters + 1) + brought_count)
+            tl.store(counters + 3, tl.load(counters + 3) + wanted - brought_count)
+            tl.debug_barrier()
+            tl.store(clock + lane, now)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "entries",
+        "source_block",
+        "source_page",
+        "source_row",
+        "target_block",
+        "target_page",
+        "target_row",
+    ]
+)
+def move(
+    source, source_slots, source_block, source_page, source_row, source_at,
+    target, target_slots, target_block, target_page, target_row, target_at, entries,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Copies WORDS 8-byte words of each entry whose two slots are not negative; strides in words.
+
+    None as slots: entry i is slot i. Programs take ENTRIES entries at a time until all are done.
+    """
+    word = tl.arange(0, PADDED)
+    for first in range(tl.program_id(0) * ENTRIES, entries, tl.num_programs(0) * ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        start = entry.to(tl.int64)
+        goal = entry.to(tl.int64)
+        if source_slots is not None:
+            start = tl.load(source_slots + entry, mask=entry < entries, other=-1).to(tl.int64)
+        if target_slots is not None:
+            goal = tl.load(target_slots + entry, mask=entry < entries, other=-1).to(tl.int64)
+        moved = (entry < entries) & (start >= 0) & (goal >= 0)
+        start = start // source_block * source_page + start % source_block * source_row + source_at
+        goal = goal // target_block * target_page + goal % target_block * target_row + target_at
+        mask = moved[:, None] & (word < WORDS)[None, :]
+        words = tl.load(source + start[:, None] + word[None, :], mask=mask)
+        tl.store(target + goal[:, None] + word[None, :], words, mask=mask)

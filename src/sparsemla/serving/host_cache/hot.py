@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which records of one layer are hot: the hot buffer, its order of use, and the plan of what must come.
+
+A lane's slots stand in a list, least recently used first. A plan does, for each lane:
+
+1. *directory*: write every hot slot's number at its position. An entry is believed only if that slot holds that
+   position, so entries left by other layers and earlier steps do no harm.
+2. *look up* every position the rows name: hit, miss or no key. Of several entries that name one missing position, the
+   first in the batch wins and brings it.
+3. *order*: slots that no row uses now, in their order, then those in use. The winners take the first of them.
+4. *rotate* the list by as many: what is used now and what has come end up last.
+
+Slots are never compared by time; a prefix sum is enough. Two forms compute the same bits: torch operations of fixed
+shapes (any device, temporaries of the size of the batch) and one kernel of `sparsemla.kernels.triton.residency`
+(one program a lane, no temporaries). Neither waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsemla.cache import PagedKVCache, slots_from_positions
+from sparsemla.formats import KVFormat
+from sparsemla.serving.host_cache.lanes import RequestLanes
+from sparsemla.serving.host_cache.moving import device_code
+from sparsemla.serving.host_cache.records import Shard
+
+_BIG = 2**31 - 1
+HITS, MISSES, APPENDED, OVERFLOWED = range(4)
+"""Columns of `HotSet.counters`."""
+_BLOCK = 1024
+_ROW_BLOCK = 128
+
+
+class HotSet:
+    """The hot buffer of one layer: a page of `hot_records` for each lane.
+
+    Args:
+        lanes: whose pages.
+        hot_records: records of a page.
+        entries: entries (rows · topk) of a plan, at most.
+        fmt, d_qk: of the records.
+
+    Attributes:
+        pool: the records.
+        counters: (lanes, 4) int64 on the device, see the names above.
+    """
+
+    def __init__(
+        self, lanes: RequestLanes, *, hot_records: int, entries: int, fmt: KVFormat, d_qk: int | None = None
+    ) -> None:
+        count, device = lanes.max_requests, lanes.device
+        self.lanes = lanes
+        self.hot_records = hot_records
+        self.pool = PagedKVCache.allocate(count, hot_records, fmt, device=device, d_qk=d_qk)
+        # One element more than slots: it takes what belongs nowhere, so that nobody asks the device how much does.
+        self._position_of = torch.full((count * hot_records + 1,), -1, dtype=torch.int32, device=device)
+        self.position_of = self._position_of[:-1].view(count, hot_records)
+        self.order = torch.arange(hot_records, dtype=torch.int32, device=device).repeat(count, 1)
+        self.counters = torch.zeros((count, 4), dtype=torch.int64, device=device)
+        self._slots = torch.full((entries,), -1, dtype=torch.int32, device=device)
+        self._fetch = torch.full((entries,), -1, dtype=torch.int64, device=device)
+        self._code = device_code(device.type)
+        scratch = 0 if self._code is None else count
+        self._clock = torch.zeros(scratch, dtype=torch.int32, device=device)
+        self._scratch = torch.zeros((3, scratch, hot_records), dtype=torch.int32, device=device)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes on the device by name: what was reserved, and all a plan ever takes on a GPU."""
+        tensors = {
+            "hot_records": self.pool.data,
+            "hot_positions": self._position_of,
+            "hot_order": self.order,
+            "hot_counters": self.counters,
+            "plan_slots": self._slots,
+            "plan_fetch": self._fetch,
+            "plan_lists": self._scratch,
+            "plan_clock": self._clock,
+        }
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+    def drop(self, lane: int) -> None:
+        """Nothing of a lane is hot any more."""
+        self.position_of[lane].fill_(-1)
+
+    def forget(self, positions: torch.Tensor, lanes: torch.Tensor) -> None:
+        """Single records are not hot any more: (n,) integer positions of (n,) int64 lanes, negative for none."""
+        spare, keys, held = self._keys(positions, lanes, lanes >= 0)
+        self._write_directory()
+        slot = self.lanes.directory[keys].long()
+        at = torch.where(held & (slot >= 0) & (slot < self.hot_records), lanes * self.hot_records + slot, spare)
+        at = torch.where(self._position_of[at] == positions, at, spare)
+        self._position_of[at] = -1
+
+    def plan(
+        self,
+        indices: torch.Tensor,
+        request_ids: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        block_size: int,
+        num_slots: int,
+        shard: Shard | None = None,
+        append: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives every record that rows name a hot slot.
+
+        Args:
+            indices: (rows, topk) int32 positions; what names no record is no key.
+            request_ids: (rows,) int32, rows of the block table.
+            block_table: (requests, pages) int32 of the pool in host memory.
+            block_size, num_slots: of that pool.
+            shard: positions are global ones, those of other ranks no keys.
+            append: the caller has the records: nothing is counted as hit or miss, and every key gets its host slot.
+
+        Returns:
+            Views valid until the next plan: (rows, topk) int32 hot slots, -1 for no key, and (rows, topk) int64 slots
+            of the host pool, negative where nothing has to be brought.
+        """
+        rows, topk = indices.shape
+        slots = self._slots[: rows * topk].view(rows, topk)
+        fetch = self._fetch[: rows * topk].view(rows, topk)
+        if rows * topk == 0:
+            return slots, fetch
+        if self._code is None:
+            self._plan(slots, fetch, indices, request_ids, block_table, block_size, num_slots, shard, append)
+            return slots, fetch
+        rank, world, interleave = (0, 1, 1) if shard is None else shard
+        lanes = self.lanes
+        self._code.plan[(lanes.max_requests + 1,)](
+            indices,
+            indices.stride(0),
+            request_ids,
+            lanes.of_request,
+            block_table,
+            block_table.stride(0),
+            *block_table.shape,
+            lanes.directory,
+            self.position_of,
+            self.order,
+            *self._scratch,
+            self._clock,
+            self.counters,
+            slots,
+            fetch,
+            rows,
+            topk,
+            lanes.max_requests,
+            lanes.max_len,
+            self.hot_records,
+            block_size,
+            num_slots,
+            rank,
+            world,
+            interleave,
+            APPEND=append,
+            BLOCK=_BLOCK,
+            ROW_BLOCK=_ROW_BLOCK,
+            num_warps=16,
+        )
+        return slots, fetch
+
+    # -- in torch ------------------------------------------------------------------------------------------------------
+
+    def _keys(
+        self, positions: torch.Tensor, lanes: torch.Tensor, held: torch.Tensor
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """(spare slot, elements of the directory, which are real); the spare element where not held."""
+        held = held & (positions >= 0) & (positions < self.lanes.max_len)
+        spare = self.lanes.directory.numel() - 1
+        return self._position_of.numel() - 1, torch.where(held, lanes * self.lanes.max_len + positions, spare), held
+
+    def _write_directory(self) -> None:
+        count, hot = self.position_of.shape
+        device = self.position_of.device
+        lane = torch.arange(count, device=device).unsqueeze(1)
+        positions = self.position_of.long()
+        _, keys, _ = self._keys(positions, lane, positions >= 0)
+        numbers = torch.arange(hot, dtype=torch.int32, device=device).repeat(count)
+        self.lanes.directory.index_put_((keys.view(-1),), numbers)
+
+    def _plan(
+        self,
+        slots: torch.Tensor,
+        fetch: torch.Tensor,
+        indices: torch.Tensor,
+        request_ids: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        num_slots: int,
+        shard: Shard | None,
+        append: bool,
+    ) -> None:
+        rows, topk = indices.shape
+        count, hot = self.position_of.shape
+        device = indices.device
+        directory = self.lanes.directory
+        # The lane of each row (count: none), the record of each entry.
+        known = (request_ids >= 0) & (request_ids < block_table.shape[0])
+        row_lane = self.lanes.of_request[request_ids.clamp(0, count - 1).long()].long()
+        row_lane = torch.where(known & (row_lane >= 0), row_lane, count)
+        host = slots_from_positions(block_table, request_ids, indices, block_size, shard, num_slots=num_slots)
+        position = local_positions(indices.long(), shard)
+        lane = row_lane.unsqueeze(1).expand(rows, topk)
+        spare, keys, key = self._keys(position, lane, (host >= 0) & (lane < count))
+
+        self._write_directory()
+        slot = directory[keys].long()
+        inside = key & (slot >= 0) & (slot < hot)
+        at = torch.where(inside, lane * hot + slot, spare)
+        hit = inside & (self._position_of[at] == position)
+        at = torch.where(hit, at, spare)
+
+        miss = key & ~hit
+        entry = torch.arange(rows * topk, dtype=torch.int32, device=device).view(rows, topk)
+        missing = torch.where(miss, keys, directory.numel() - 1)
+        directory[missing] = _BIG
+        directory.scatter_reduce_(0, missing.view(-1), entry.view(-1), "amin")
+        first = directory[keys].long()
+        wins = miss & (first == entry)
+
+        used = torch.zeros(count * hot + 1, dtype=torch.bool, device=device)
+        used[at] = True
+        in_use = used[:-1].view(count, hot).gather(1, self.order.long())
+        order = self.order.gather(1, torch.argsort(in_use.to(torch.int8), dim=1, stable=True))
+        unused = hot - in_use.sum(1)
+
+        place = self._places(wins, row_lane)
+        wanted = torch.zeros(count + 1, dtype=torch.int64, device=device).index_add_(0, row_lane, wins.sum(1))[:-1]
+        brought = torch.minimum(wanted, unused)
+        safe_lane = lane.clamp_max(count - 1)
+        placed = wins & (place < unused[safe_lane])
+        victim = order[safe_lane, place.clamp(0, hot - 1)].long()
+        at = torch.where(placed, lane * hot + victim, at)
+        self._position_of[torch.where(placed, at, spare)] = torch.where(placed, position, -1).to(torch.int32)
+        at = torch.where(miss & ~wins, at.view(-1)[first.clamp(0, rows * topk - 1)], at)
+
+        slots.copy_(torch.where(at == spare, -1, at))
+        fetch.copy_(torch.where(placed | (hit & append), host, -1))
+        turn = torch.arange(hot, device=device) + brought.unsqueeze(1)
+        self.order.copy_(order.gather(1, turn % hot))
+        found = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        found.index_add_(0, row_lane, (key & (at != spare) & ~placed).sum(1))
+        if append:
+            self.counters[:, APPENDED] += found[:-1] + brought
+        else:
+            self.counters[:, HITS] += found[:-1]
+            self.counters[:, MISSES] += brought
+        self.counters[:, OVERFLOWED] += wanted - brought
+
+    def _places(self, wins: torch.Tensor, row_lane: torch.Tensor) -> torch.Tensor:
+        """(rows, topk): how many winners of the same lane stand before each entry."""
+        sorted_lane, by_lane = torch.sort(row_lane, stable=True)
+        sums = wins.sum(1)[by_lane]
+        before = sums.cumsum(0) - sums
+        start = torch.searchsorted(sorted_lane, sorted_lane)
+        of_row = torch.empty_like(before)
+        of_row[by_lane] = before - before[start]
+        return of_row.unsqueeze(1) + wins.cumsum(1) - wins.long()
+
+
+def local_positions(positions: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """Global positions as a rank counts its own, whoever holds them; negative ones stay negative."""
+    if shard is None:
+        return positions
+    _, world, interleave = shard
+    local = positions // (interleave * world) * interleave + positions % interleave
+    return torch.where(positions >= 0, local, -1)
+
+
+def held_positions(positions: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """Local positions of those this rank holds, -1 for the others; same dtype."""
+    if shard is None:
+        return positions
+    rank, world, interleave = shard
+    held = (positions >= 0) & (positions // interleave % world == rank)
+    return torch.where(held, local_positions(positions, shard), -1)
