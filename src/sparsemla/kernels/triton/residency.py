@@ -16,14 +16,14 @@ _BIG = tl.constexpr(2**31 - 1)
 @triton.jit(do_not_specialize=["rows", "topk", "pages", "requests", "num_slots", "rank", "index_row", "table_row"])
 def plan(
     indices, index_row, request_ids, lane_of_request, block_table, table_row, requests, pages,
-    directory, position_of, order, used, unused_list, used_list, clock, counters, slots, fetch,
+    directory, position_of, order, used, unused_list, used_list, host_list, brought, clock, counters, slots, fetch,
     rows, topk, lanes, max_len, hot, block_size, num_slots, rank, world, interleave,
     APPEND: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program `lane` makes what its request's rows name resident; the last program serves rows without a lane.
 
-    Fills `slots` (slot of the hot buffer, -1: no key) and `fetch` (slot of the host's pool, negative: nothing to
-    bring; with APPEND of every key). The steps are those of `sparsemla.serving.host_cache.hot`, in whose terms they are
+    Fills `slots` (slot of the hot buffer, -1: no key), with APPEND `fetch` (slot of the host's pool of every key, else
+    scratch), and what `bring` reads. The steps are those of `sparsemla.serving.host_cache.hot`, in whose terms they are
     explained; a barrier stands where a step reads what other threads of the program wrote.
     """
     lane = tl.program_id(0)
@@ -48,6 +48,7 @@ def plan(
             mine = known & (tl.load(lane_of_request + request, mask=known, other=-1) == lane)
             begin = tl.minimum(begin, tl.min(tl.where(mine, row, rows), 0))
             end = tl.maximum(end, tl.max(tl.where(mine, row + 1, 0), 0))
+        tl.store(brought + lane, 0)
         if begin < end:
             directory += lane.to(tl.int64) * max_len
             position_of += lane.to(tl.int64) * hot
@@ -55,6 +56,7 @@ def plan(
             used += lane.to(tl.int64) * hot
             unused_list += lane.to(tl.int64) * hot
             used_list += lane.to(tl.int64) * hot
+            host_list += lane.to(tl.int64) * hot
             now = tl.load(clock + lane) + 1
 
             for first in range(0, hot, BLOCK):
@@ -92,8 +94,8 @@ def plan(
                         tl.store(used + slot, now, mask=hit)
                         tl.store(directory + position, _BIG, mask=miss)
                         tl.store(slots + at, tl.where(hit, lane * hot + slot, -1), mask=column < topk)
-                        brought = key if APPEND else miss
-                        tl.store(fetch + at, tl.where(brought, host, -1), mask=column < topk)
+                        kept = key if APPEND else miss
+                        tl.store(fetch + at, tl.where(kept, host, -1), mask=column < topk)
                         hits += tl.sum(hit.to(tl.int32), 0)
             tl.debug_barrier()
 
@@ -111,7 +113,7 @@ def plan(
                         position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
                         if world > 1:
                             position = position // (interleave * world) * interleave + position % interleave
-                        tl.atomic_min(directory + position, row * topk + column, mask=miss)
+                        tl.atomic_min(directory + position, row * topk + column, mask=miss, sem="relaxed")
 
             # Slots that no row uses now, least recently used first, and the others.
             unused_count = 0
@@ -135,8 +137,8 @@ def plan(
                         column = first + tl.arange(0, BLOCK)
                         at = tl.cast(row, tl.int64) * topk + column
                         inside = column < topk
-                        miss = inside & (tl.load(fetch + at, mask=inside, other=-1) >= 0)
-                        miss &= tl.load(slots + at, mask=inside, other=0) < 0
+                        host = tl.load(fetch + at, mask=inside, other=-1)
+                        miss = inside & (host >= 0) & (tl.load(slots + at, mask=inside, other=0) < 0)
                         position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
                         if world > 1:
                             position = position // (interleave * world) * interleave + position % interleave
@@ -148,6 +150,7 @@ def plan(
                         slot = tl.load(unused_list + place, mask=placed, other=0)
                         tl.store(position_of + slot, position, mask=placed)
                         tl.store(slots + at, lane * hot + slot, mask=placed)
+                        tl.store(host_list + place, host, mask=placed)
                         tl.store(fetch + at, -1, mask=wins & ~placed)
                         tl.store(fetch + at, (-2 - first_of).to(tl.int64), mask=miss & ~wins)
                         wanted += tl.sum(wins.to(tl.int32), 0)
@@ -168,6 +171,7 @@ def plan(
                         repeats += tl.sum((again & (slot >= 0)).to(tl.int32), 0)
 
             brought_count = tl.minimum(wanted, unused_count)
+            tl.store(brought + lane, brought_count)
             for first in range(0, hot, BLOCK):
                 place = first + tl.arange(0, BLOCK)
                 source = place + brought_count
@@ -189,38 +193,50 @@ def plan(
             tl.store(clock + lane, now)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "entries",
-        "source_block",
-        "source_page",
-        "source_row",
-        "target_block",
-        "target_page",
-        "target_row",
-    ]
-)
+@triton.jit
+def _copy_record(source, start, block, page, row, at, target, goal, to_block, to_page, to_row, to_at, word, words):
+    """The words of one part of a record from slot `start` to slot `goal`; one word a thread, so that a warp reads 256
+    bytes in a row, which host memory needs more than any other."""
+    start = start // block * page + start % block * row + at
+    goal = goal // to_block * to_page + goal % to_block * to_row + to_at
+    tl.store(target + goal + word, tl.load(source + start + word, mask=word < words), mask=word < words)
+
+
+@triton.jit(do_not_specialize=["entries", "block", "page", "row", "to_block", "to_page", "to_row"])
 def move(
-    source, source_slots, source_block, source_page, source_row, source_at,
-    target, target_slots, target_block, target_page, target_row, target_at, entries,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, ENTRIES: tl.constexpr,
+    source, source_slots, block, page, row, at, target, target_slots, to_block, to_page, to_row, to_at, entries,
+    WORDS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Copies WORDS 8-byte words of each entry whose two slots are not negative; strides in words.
 
-    None as slots: entry i is slot i. Programs take ENTRIES entries at a time until all are done.
+    None as slots: entry i is slot i. The programs take the entries in turn.
     """
     word = tl.arange(0, PADDED)
-    for first in range(tl.program_id(0) * ENTRIES, entries, tl.num_programs(0) * ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
-        start = entry.to(tl.int64)
-        goal = entry.to(tl.int64)
+    for entry in range(tl.program_id(0), entries, tl.num_programs(0)):
+        start = tl.cast(entry, tl.int64)
+        goal = tl.cast(entry, tl.int64)
         if source_slots is not None:
-            start = tl.load(source_slots + entry, mask=entry < entries, other=-1).to(tl.int64)
+            start = tl.load(source_slots + entry).to(tl.int64)
         if target_slots is not None:
-            goal = tl.load(target_slots + entry, mask=entry < entries, other=-1).to(tl.int64)
-        moved = (entry < entries) & (start >= 0) & (goal >= 0)
-        start = start // source_block * source_page + start % source_block * source_row + source_at
-        goal = goal // target_block * target_page + goal % target_block * target_row + target_at
-        mask = moved[:, None] & (word < WORDS)[None, :]
-        words = tl.load(source + start[:, None] + word[None, :], mask=mask)
-        tl.store(target + goal[:, None] + word[None, :], words, mask=mask)
+            goal = tl.load(target_slots + entry).to(tl.int64)
+        if (start >= 0) & (goal >= 0):
+            _copy_record(
+                source, start, block, page, row, at, target, goal, to_block, to_page, to_row, to_at, word, WORDS
+            )
+
+
+@triton.jit(do_not_specialize=["block", "page", "row", "to_page", "to_row"])
+def bring(
+    source, block, page, row, at, target, hot, to_page, to_row, to_at, host_list, unused_list, brought,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Copies what a plan found missing, PROGRAMS programs a lane: `brought` records, from `host_list` to the first
+    slots of `unused_list`."""
+    word = tl.arange(0, PADDED)
+    lane = tl.program_id(0) // PROGRAMS
+    host_list += tl.cast(lane, tl.int64) * hot
+    unused_list += tl.cast(lane, tl.int64) * hot
+    for entry in range(tl.program_id(0) % PROGRAMS, tl.load(brought + lane), PROGRAMS):
+        start = tl.load(host_list + entry)
+        goal = tl.cast(lane, tl.int64) * hot + tl.load(unused_list + entry)
+        _copy_record(source, start, block, page, row, at, target, goal, hot, to_page, to_row, to_at, word, WORDS)

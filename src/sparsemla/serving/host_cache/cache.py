@@ -18,8 +18,9 @@ from sparsemla.serving.host_cache.staging import StagingRing
 
 STAGED_RECORDS = 2048
 """Records of a staging buffer where no ring is given."""
-STAGE_PROGRAMS = 32
-"""Programs of the device that bring a staged context: enough to fill the bus, few enough to leave the SMs to others."""
+STAGE_PROGRAMS = 256
+"""Programs of the device that bring a staged context, each with one record on its way: enough to fill the bus, few
+enough (two small ones an SM) to leave the SMs to others."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,7 @@ class HostCache:
                 f"indices: got shape {(rows, topk)}, accepted are at most {self.max_rows} rows of {self.topk}"
             )
         slots, fetch = self._plan(indices, request_ids, block_table, shard)
-        move(
-            self._host_records,
-            fetch.view(-1),
-            self._hot_records,
-            slots.view(-1),
-            device=self.device,
-            count=rows * topk,
-        )
+        self.hot.bring(self._host_records, slots, fetch)
         return self.hot.pool, slots
 
     def stage(self, pieces: Sequence[Piece], block_table: torch.Tensor) -> Iterator[PagedKVCache]:

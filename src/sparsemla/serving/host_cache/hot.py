@@ -22,7 +22,7 @@ import torch
 from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.formats import KVFormat
 from sparsemla.serving.host_cache.lanes import RequestLanes
-from sparsemla.serving.host_cache.moving import device_code
+from sparsemla.serving.host_cache.moving import Records, device_code, move
 from sparsemla.serving.host_cache.records import Shard
 
 _BIG = 2**31 - 1
@@ -30,6 +30,10 @@ HITS, MISSES, APPENDED, OVERFLOWED = range(4)
 """Columns of `HotSet.counters`."""
 _BLOCK = 1024
 _ROW_BLOCK = 128
+_PROGRAMS = 2048
+"""Programs that bring records, over all lanes; each has one record on its way."""
+_LEAST_PROGRAMS = 64
+"""The same, of a lane at least."""
 
 
 class HotSet:
@@ -56,6 +60,7 @@ class HotSet:
         # One element more than slots: it takes what belongs nowhere, so that nobody asks the device how much does.
         self._position_of = torch.full((count * hot_records + 1,), -1, dtype=torch.int32, device=device)
         self.position_of = self._position_of[:-1].view(count, hot_records)
+        self._records = Records.of_pool(self.pool)
         self.order = torch.arange(hot_records, dtype=torch.int32, device=device).repeat(count, 1)
         self.counters = torch.zeros((count, 4), dtype=torch.int64, device=device)
         self._slots = torch.full((entries,), -1, dtype=torch.int32, device=device)
@@ -63,7 +68,9 @@ class HotSet:
         self._code = device_code(device.type)
         scratch = 0 if self._code is None else count
         self._clock = torch.zeros(scratch, dtype=torch.int32, device=device)
-        self._scratch = torch.zeros((3, scratch, hot_records), dtype=torch.int32, device=device)
+        self._lists = torch.zeros((3, scratch, hot_records), dtype=torch.int32, device=device)
+        self._host_list = torch.zeros((scratch, hot_records), dtype=torch.int64, device=device)
+        self._brought = torch.zeros(scratch, dtype=torch.int32, device=device)
 
     def sizes(self) -> dict[str, int]:
         """Bytes on the device by name: what was reserved, and all a plan ever takes on a GPU."""
@@ -74,10 +81,42 @@ class HotSet:
             "hot_counters": self.counters,
             "plan_slots": self._slots,
             "plan_fetch": self._fetch,
-            "plan_lists": self._scratch,
+            "plan_lists": self._lists,
+            "plan_host_list": self._host_list,
+            "plan_brought": self._brought,
             "plan_clock": self._clock,
         }
         return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+    def bring(self, source: Records, slots: torch.Tensor, fetch: torch.Tensor) -> None:
+        """Copies what the last plan found missing from the host's pool; `slots` and `fetch` are what it returned."""
+        if self._code is None:
+            count, device = slots.numel(), self.pool.device
+            move(source, fetch.view(-1), self._records, slots.view(-1), device=device, count=count)
+            return
+        lanes = self.lanes.max_requests
+        programs = max(_PROGRAMS // lanes, _LEAST_PROGRAMS)
+        for (at, row, size), (to_at, to_row, _) in zip(source.parts, self._records.parts, strict=True):
+            padded = 1 << (size - 1).bit_length()
+            self._code.bring[(lanes * programs,)](
+                source.words,
+                source.block,
+                source.page,
+                row,
+                at,
+                self._records.words,
+                self.hot_records,
+                self._records.page,
+                to_row,
+                to_at,
+                self._host_list,
+                self._lists[1],
+                self._brought,
+                WORDS=size,
+                PADDED=padded,
+                PROGRAMS=programs,
+                num_warps=max(padded // 32, 1),
+            )
 
     def drop(self, lane: int) -> None:
         """Nothing of a lane is hot any more."""
@@ -114,8 +153,8 @@ class HotSet:
             append: the caller has the records: nothing is counted as hit or miss, and every key gets its host slot.
 
         Returns:
-            Views valid until the next plan: (rows, topk) int32 hot slots, -1 for no key, and (rows, topk) int64 slots
-            of the host pool, negative where nothing has to be brought.
+            Views valid until the next plan: (rows, topk) int32 hot slots, -1 for no key, and (rows, topk) int64 what
+            `bring` wants to see again; with `append` slots of the host pool, negative for a key named before.
         """
         rows, topk = indices.shape
         slots = self._slots[: rows * topk].view(rows, topk)
@@ -138,7 +177,9 @@ class HotSet:
             lanes.directory,
             self.position_of,
             self.order,
-            *self._scratch,
+            *self._lists,
+            self._host_list,
+            self._brought,
             self._clock,
             self.counters,
             slots,

@@ -15,8 +15,8 @@ from sparsemla.formats import RecordLayout
 
 _WORD = 8
 """Bytes of the words that are copied; records and pages of every layout are multiples."""
-ENTRIES = 4
-"""Records a program of the device copies at a time."""
+_PROGRAMS = 4096
+"""Programs of a copy on the device, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ def move(
             None: 0, 1, 2 and on. A target named twice gets either record.
         device: who copies.
         count: entries.
-        programs: of the device that take part, at most; None: as many as there is work for.
+        programs: of the device that take part, at most.
     """
     if count == 0:
         return
@@ -114,9 +114,9 @@ def move(
     if code is None:
         _by_host(source, source_slots, target, target_slots, count, device)
         return
-    grid = -(-count // ENTRIES)
-    grid = grid if programs is None else min(grid, programs)
+    grid = min(count, programs or _PROGRAMS)
     for (source_at, source_row, size), (target_at, target_row, _) in zip(source.parts, target.parts, strict=True):
+        padded = 1 << (size - 1).bit_length()
         code.move[(grid,)](
             source.words,
             source_slots,
@@ -132,9 +132,8 @@ def move(
             target_at,
             count,
             WORDS=size,
-            PADDED=1 << (size - 1).bit_length(),
-            ENTRIES=ENTRIES,
-            num_warps=4,
+            PADDED=padded,
+            num_warps=max(padded // 32, 1),
         )
 
 
