@@ -102,7 +102,9 @@ def test_gathered_chunks_are_the_same_on_every_rank() -> None:
     ]
     for chunks in made:
         assert [(c.rows, c.starts, c.ends) for c in chunks] == [(71, (0, 46), (46, 71))]
-        assert chunks[0].block_table.tolist() == [[0, 91], [46, 50]]
+        rows = chunks[0].block_table.tolist()  # rank 1's rows follow the 71 of rank 0
+        assert rows[0] == [p // 2 + (71 if p % 2 else 0) for p in range(91)]
+        assert rows[1] == [46 + p // 2 + (71 if p % 2 else 0) for p in range(50)] + [-1] * 41
     assert [chunks[0].local_lens for chunks in made] == [(46, 25), (45, 25)]
 
 
@@ -131,6 +133,7 @@ def test_chunks_are_consecutive_and_complete(rows: list[int], capacity: int) -> 
         (Batch([1], [2], table(1).long()), "torch.int64"),
         (Batch([2], [2], table(1), padded_tokens=1), "padded_tokens: got 1 for 2 query tokens"),
         (Batch([65], [65], table(1)), "max_num_batched_tokens = 64"),
+        (Batch([1], [1], table(1), num_decodes=2), "num_decodes: got 2, accepted are 0 to 1"),
     ],
 )
 def test_contradictions(batch: Batch, words: str) -> None:

@@ -53,8 +53,33 @@ def test_published_table_to_the_byte() -> None:
 
 
 def test_policy_sparsemla_reserves_nothing() -> None:
-    for config in (PUBLISHED, with_heads(64), with_heads(32, dcp=2, pcp=2), with_heads(16, host_cache=True)):
+    for config in (with_heads(16), with_heads(64), with_heads(32, pcp=2), with_heads(16, host_cache=True)):
         assert reservations_for(config, decide(config, "sparsemla")) == ()
+
+
+def sizes(config: ServingConfig) -> dict[str, int]:
+    items = reservations_for(config, decide(config, "sparsemla"))
+    assert all(item.ever_read for item in items)
+    return {item.name: item.nbytes for item in items}
+
+
+def test_policy_sparsemla_reserves_what_travels_between_ranks() -> None:
+    rows = 512
+    query, output = rows * 64 * 576 * 2, rows * 64 * 514 * 2
+    assert sizes(PUBLISHED) == {
+        "exchange_received": query,
+        "exchange_sent": query,
+        "exchange_lse": rows * 16 * (4 + 16) * 4,
+    }
+    by_message = replace(PUBLISHED, parallel=Parallelism(tp=4, dcp=4, dcp_comm="a2a"))
+    assert sizes(by_message) == {"exchange_received": query, "exchange_sent": query, "exchange_lse": rows * 64 * 4}
+    # The dcp ranks have the same heads: no query travels, and the records of one request come together.
+    assert sizes(with_heads(32, dcp=2, pcp=2)) == {
+        "exchange_lse": rows * 32 * 2 * 4,
+        "gathered_records": 65_536 * 656,
+    }
+    same_heads = replace(with_heads(32), parallel=Parallelism(tp=2, dcp=2, pcp=2, dcp_comm="a2a"))
+    assert sizes(same_heads)["exchange_received"] == output and "exchange_lse" not in sizes(same_heads)
 
 
 def test_deepseek_v32_prefill_buffer() -> None:
@@ -94,7 +119,7 @@ def test_prefill_buffer_exactly_where_it_is_read(heads: int, host_cache: bool, p
     if pcp_dcp:
         assert gated["gathered_kv"].shape == (rows, 576)
         assert gated["prefill_kv"].read_by == "DCP all-gather"
-    assert names(config, "sparsemla") == {}
+    assert set(names(config, "sparsemla")) == ({"exchange_lse", "gathered_records"} if pcp_dcp else set())
 
 
 def test_padding_follows_the_heads() -> None:

@@ -571,11 +571,11 @@ class ServingConfig:
 
         With pcp, dcp ranks are first the pcp ranks (same heads) and only beyond that the tp ranks.
         """
-        tp, dcp, pcp = self.parallel.tp, self.parallel.dcp, self.parallel.pcp
+        dcp, pcp = self.parallel.dcp, self.parallel.pcp
         if dcp == 1:
             return self.heads
         if pcp > 1:
-            return self.heads * tp if dcp > pcp else self.heads
+            return self.heads * (dcp // pcp) if dcp > pcp else self.heads
         return self.heads * dcp
 
     @property

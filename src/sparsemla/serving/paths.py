@@ -16,7 +16,8 @@ Policies:
 ``flashmla-gated``
     The same paths and refusals; only what the path reads is reserved.
 ``sparsemla``
-    The cache is read in place, whatever the head count, format or sharding. One call a batch; nothing is reserved.
+    The cache is read in place, whatever the head count, format or sharding. One call a batch; nothing is reserved,
+    except for what travels between the ranks that share a cache.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Path:
     """Rows of a bf16 copy of prefill_factor requests of max_model_len (whether or not this path makes one)."""
     reason: str = field(compare=False)
     """Why this kind, in one clause. Not part of the comparison."""
+    prefill_world: int = 1
+    """Ranks that share the rows of a prefill; 1: none."""
 
     @property
     def d_v(self) -> int:
@@ -106,13 +109,19 @@ class Path:
 
     @property
     def copies_prefill_kv(self) -> bool:
-        """Whether prefills read a bf16 copy of their context."""
-        return self.kind in (PathKind.SEPARATE, PathKind.GATHERED, PathKind.HOST)
+        """Whether prefills read a copy of their context: in bf16, or gathered from the shards as it is stored."""
+        return self.kind in (PathKind.SEPARATE, PathKind.HOST) or self.gathers_prefill
+
+    @property
+    def gathers_prefill(self) -> bool:
+        """Whether the shards of a prefill's context come together on every rank: rows and cache are both split."""
+        both = self.prefill_world > 1 and self.context_world > 1
+        return self.kind is PathKind.GATHERED or (self.kind is PathKind.IN_PLACE and both)
 
     @property
     def shard_rows(self) -> int:
-        """Rows of the bf16 copy one rank makes of its own records."""
-        return self.prefill_rows // self.context_world if self.kind is PathKind.GATHERED else self.prefill_rows
+        """Rows of the copy one rank makes of its own records."""
+        return self.prefill_rows // self.context_world if self.gathers_prefill else self.prefill_rows
 
     @property
     def returns_lse(self) -> bool:
@@ -174,6 +183,13 @@ def _fp8_envelope(heads: int) -> int:
 
 def _decide_sparsemla(config: ServingConfig) -> Path:
     where = "the host cache's hot buffer" if config.host_cache else "the cache"
+    reason = f"one call reads {where} as it is stored, at any head count"
+    prefill_rows = config.limits.prefill_rows
+    if config.gathers_prefill_kv:
+        reason += "; prefill rows read the dcp ranks' records, gathered as they are stored"
+        # The longest request and no more: requests are gathered one after the other.
+        dcp, interleave = config.parallel.dcp, config.parallel.interleave
+        prefill_rows = _padded(config.limits.max_model_len, dcp * interleave)
     return Path(
         policy=Policy.SPARSEMLA,
         kind=PathKind.IN_PLACE,
@@ -185,8 +201,9 @@ def _decide_sparsemla(config: ServingConfig) -> Path:
         context_world=config.parallel.dcp,
         interleave=config.parallel.interleave,
         host_cache=config.host_cache,
-        prefill_rows=config.limits.prefill_rows,
-        reason=f"one call reads {where} as it is stored, at any head count",
+        prefill_rows=prefill_rows,
+        reason=reason,
+        prefill_world=config.parallel.pcp,
     )
 
 
@@ -228,6 +245,7 @@ def _decide_flashmla(config: ServingConfig, policy: Policy) -> Path:
         host_cache=config.host_cache,
         prefill_rows=config.limits.prefill_rows,
         reason=reason,
+        prefill_world=parallel.pcp,
     )
 
 
