@@ -25,6 +25,7 @@ from rich.table import Table
 from sparsemla.cli import UserError
 from sparsemla.cli import _check_run as run
 from sparsemla.cli._check_models import FAMILIES, sizes_for
+from sparsemla.cli._check_needle import needle_command
 from sparsemla.cli._check_run import FamilyReport, Needle
 from sparsemla.cli.profile_report import profile_command
 from sparsemla.integrations.transformers import require_transformers
@@ -37,6 +38,13 @@ def check(
     profile: Annotated[
         bool, typer.Option("--profile", help="Instead: planned against measured bytes of the serving layer, on a GPU.")
     ] = False,
+    needle: Annotated[
+        bool,
+        typer.Option("--needle", help="Instead: needles in long contexts, cache on the device and in host memory."),
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --needle on a CPU: 230,456 and 544,235 records, as on a GPU.")
+    ] = False,
 ) -> None:
     """Generate with a model's own attention and with ours, and compare: tokens, logits, memory, needles.
 
@@ -46,6 +54,9 @@ def check(
     where = _device(device)
     if profile:
         raise typer.Exit(profile_command(device, as_json=as_json))
+    if needle:
+        with _threads(where):
+            raise typer.Exit(needle_command(where, seed=seed, full=full, as_json=as_json))
     require_transformers()
     sizes = sizes_for(where)
     started = time.monotonic()
