@@ -100,7 +100,7 @@ def cases(sizes: Sizes) -> list[tuple[int, int, float]]:
     return [(heads, batch, rate) for heads in sizes.heads for batch in sizes.batches for rate in RATES]
 
 
-def decode_row(setting: Setting, turn: list[torch.Tensor], batch: int, heads: int, rate: float) -> dict[str, Any]:
+def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[str, Any]:
     """Times a turn over the host cache, over the whole cache, and of the plan and the bringing alone."""
     device = setting.device
     turn = setting.turn(batch, rate)
