@@ -77,11 +77,25 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_memory["compare"]["after"]["kv_tokens"] == 1_251_072
 
 
+ONE_CACHE = [*LINE[:5], *LINE[7:]]
+"""LINE without --dcp 4: nothing travels between ranks."""
+
+
 def test_sparsemla_is_the_default_and_reserves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    data = run_json(capsys, *LINE)
+    data = run_json(capsys, *ONE_CACHE)
     assert data["policy"] == "sparsemla"
     assert data["workspace"]["total_bytes"] == data["workspace"]["attention_bytes"] == 0
     assert data["workspace"]["reservations"] == []
+
+
+def test_what_travels_between_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = (run_json(capsys, *LINE, "--policy", policy)["workspace"] for policy in ("sparsemla", "flashmla"))
+    assert {item["name"] for item in ours["reservations"]} == {"exchange_received", "exchange_sent", "exchange_lse"}
+    assert all(item["ever_read"] for item in ours["reservations"])
+    assert (ours["exchange_bytes_outside"], theirs["exchange_bytes_outside"]) == (0, 1_218_445_312)
+    split = run_json(capsys, *LINE, "--pcp", "4")["workspace"]  # the 4 dcp ranks are the pcp ranks
+    assert {item["name"] for item in split["reservations"]} == {"exchange_lse", "gathered_records"}
+    assert split["users"][1]["name"] == "new records of pcp ranks"
 
 
 def test_deepseek_v32(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +205,7 @@ def test_text_names_what_is_never_read(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_text_of_a_plan_without_reservations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE]) == 0
+    assert main([*ONE_CACHE]) == 0
     text = capsys.readouterr().out
     assert "0 bytes: attention reserves nothing" in text and "tokens: unknown without" in text
 

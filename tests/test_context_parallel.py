@@ -7,7 +7,6 @@ from itertools import cycle, product
 from pathlib import Path
 
 import pytest
-import torch
 
 from context_cases import BATCHES, Spec, run_cases
 from context_ranks import run_ranks
@@ -17,7 +16,7 @@ LAYOUTS = {
     2: [(2, 2, 1), (1, 2, 2), (1, 1, 2), (2, 1, 1)],
     4: [(4, 4, 1), (4, 2, 1), (2, 2, 2), (2, 4, 2), (1, 4, 4), (1, 2, 4), (2, 1, 2)],
 }
-"""world → (tp, dcp, pcp): DCP alone, PCP alone, both; shards on ranks with the same heads, with other heads, with both."""
+"""world → (tp, dcp, pcp): DCP alone, PCP alone, both; shards on ranks with the same heads, with others, with both."""
 
 
 def matrix(world: int) -> list[Spec]:

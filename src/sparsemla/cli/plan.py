@@ -216,6 +216,8 @@ def render_plan(made: Plan, *, width: int = 100) -> RenderableType:
 def _render_workspace(made: Plan, cells: int) -> RenderableType:
     total = made.workspace.total_bytes
     outside = f"\noutside the buffer, in the largest step: a layer's answer, {made.answer_bytes:,} bytes"
+    if made.exchange_bytes:
+        outside += f"; what travels between ranks, {made.exchange_bytes:,} bytes"
     if made.kernel_bytes:
         outside += f"; the decode kernel's accumulators, {made.kernel_bytes:,} bytes"
     if not total:
@@ -314,6 +316,8 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     row("attention bytes", before.workspace.attention_bytes, after.workspace.attention_bytes)
     row("never read bytes", before.never_read_bytes, after.never_read_bytes)
     row("answer outside", before.answer_bytes, after.answer_bytes)
+    if before.exchange_bytes or after.exchange_bytes:
+        row("exchange outside", before.exchange_bytes, after.exchange_bytes)
     row("kernel outside", before.kernel_bytes, after.kernel_bytes)
     row("workspace bytes", before.workspace.total_bytes, after.workspace.total_bytes)
     if before.budget is not None and after.budget is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 from sparsemla.schedule import SM90, SM100, accumulator_bytes
@@ -23,7 +24,14 @@ from sparsemla.serving.capacity import (
 )
 from sparsemla.serving.config import ServingConfig
 from sparsemla.serving.paths import Path, PathKind, Policy, decide
-from sparsemla.serving.reservations import Reservation, align, reservations_for
+from sparsemla.serving.reservations import (
+    Reservation,
+    align,
+    exchange_shapes,
+    new_record_reservations,
+    reservations_for,
+    taken_together,
+)
 
 
 def _number(value: Fraction) -> int | float:
@@ -64,13 +72,28 @@ class Plan:
     def answer_bytes(self) -> int:
         """Bytes of one layer's answer to the largest step that lie outside the workspace: activations, while they live.
 
-        In place: the output and its log-sum-exps, over the heads gathered for this rank's shard. The published paths
+        In place: the output and its log-sum-exps. The published paths
         write the output into the workspace; the log-sum-exps of the heads their kernel runs remain.
         """
         tokens = self.config.limits.max_num_batched_tokens
         if self.path.kind is PathKind.IN_PLACE:
-            return tokens * self.config.heads_gathered * (2 * self.path.d_v + 4)
+            return tokens * self.config.heads * (2 * self.path.d_v + 4)
         return tokens * self.path.padded_heads * 4
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that travel between the ranks of a shared cache in the largest step, in memory outside the workspace.
+
+        Ours lie in the workspace, a tile of rows at a time. The published paths gather and merge whole steps in fresh
+        memory; counted as the exchange here does it (`sparsemla.serving.context_parallel`).
+        """
+        path, limits = self.path, self.config.limits
+        if path.kind is PathKind.IN_PLACE or path.context_world == 1:
+            return 0
+        decodes = limits.max_num_seqs * limits.decode_query_len
+        rows = limits.max_num_batched_tokens if path.kind is PathKind.MIXED_FP8 else decodes
+        shapes = exchange_shapes(self.config.parallel, path.heads, path.d_qk, rows).values()
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     @property
     def kernel_bytes(self) -> int:
@@ -117,6 +140,7 @@ class Plan:
                 "never_read_bytes": self.never_read_bytes,
                 "wasted_bytes": self.wasted_bytes,
                 "answer_bytes_outside": self.answer_bytes,
+                "exchange_bytes_outside": self.exchange_bytes,
                 "kernel_bytes_outside": self.kernel_bytes,
                 "decided_by": self.workspace.decided_by,
                 "users": [{"name": name, "bytes": nbytes} for name, nbytes in self.workspace.users],
@@ -187,7 +211,9 @@ def make_plan(
     """
     path = decide(config, policy)
     reservations = reservations_for(config, path)
-    workspace = workspace_size(reservations, other_users)
+    new_records = taken_together(new_record_reservations(config, path))
+    users = dict(other_users or {}) | ({"new records of pcp ranks": new_records} if new_records else {})
+    workspace = workspace_size(reservations, users)
     budget = None
     if profile is not None or kv_bytes is not None:
         budget = kv_budget(config, profile=profile, workspace_bytes=workspace.total_bytes, kv_bytes=kv_bytes)
@@ -231,6 +257,7 @@ class Comparison:
                 "attention_bytes": plan.workspace.attention_bytes,
                 "never_read_bytes": plan.never_read_bytes,
                 "answer_bytes_outside": plan.answer_bytes,
+                "exchange_bytes_outside": plan.exchange_bytes,
                 "kernel_bytes_outside": plan.kernel_bytes,
                 "kv_tokens": None if plan.budget is None else plan.budget.tokens,
             }

@@ -12,8 +12,9 @@ import contextlib
 import json
 import os
 import time
+import traceback
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ _untyped: Any = dist
 Store: TypeAlias = Any
 """A torch.distributed key-value store."""
 
-GRACE_S = 2.0
+GRACE_S = 5.0
 """Seconds given to ranks that are still there to say so after a collective failed."""
 _POLL_S = 0.02
 
@@ -52,6 +53,7 @@ class Ranks:
         device: where the tensors that are exchanged live.
         world_rank, world_size: in the whole world (replicas included).
         timeout_s: seconds after which a collective, or waiting for another rank, fails.
+        grace_s: seconds given to other ranks to say that they are still there, after a collective failed.
     """
 
     grid: RankGrid
@@ -59,6 +61,7 @@ class Ranks:
     world_rank: int
     world_size: int
     timeout_s: float
+    grace_s: float
     _store: Store
     _groups: dict[str, dist.ProcessGroup | None] = field(default_factory=dict)
     _owns_world: bool = False
@@ -77,6 +80,7 @@ class Ranks:
         rank: int | None = None,
         world_size: int | None = None,
         timeout_s: float = 300.0,
+        grace_s: float = GRACE_S,
         facts: Mapping[str, object] | None = None,
     ) -> Ranks:
         """Joins a new world: gloo for the CPU, NCCL for CUDA.
@@ -86,7 +90,7 @@ class Ranks:
             device: of the tensors; under CUDA the process's own GPU.
             init_method: ``env://`` (as torchrun sets it), ``tcp://host:port`` or ``file:///path``.
             rank, world_size: of this process; by default RANK and WORLD_SIZE of the environment.
-            timeout_s: for every later wait.
+            timeout_s, grace_s: see the class.
             facts: what all ranks must agree on beside `parallel`, e.g. `facts_of` a configuration.
 
         Raises:
@@ -105,6 +109,7 @@ class Ranks:
             world_rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,
+            grace_s=min(grace_s, timeout_s),
             _store=_untyped.PrefixStore("sparsemla", store),
             _owns_world=True,
             _hosts_store=hosts,
@@ -134,6 +139,7 @@ class Ranks:
         *,
         device: torch.device | str = "cpu",
         timeout_s: float = 300.0,
+        grace_s: float = GRACE_S,
         facts: Mapping[str, object] | None = None,
     ) -> Ranks:
         """Groups inside the default process group that an engine has initialised, with a store all ranks share.
@@ -147,6 +153,7 @@ class Ranks:
             world_rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,
+            grace_s=min(grace_s, timeout_s),
             _store=_untyped.PrefixStore("sparsemla", store),
         )
         try:
@@ -165,6 +172,7 @@ class Ranks:
             world_rank=self.world_rank,
             world_size=self.world_size,
             timeout_s=self.timeout_s,
+            grace_s=self.grace_s,
             _store=_untyped.PrefixStore(f"again{self._meetings}", self._store),
             _hosts_store=self._hosts_store,
         )
@@ -255,9 +263,9 @@ class Ranks:
 
     def _wait(self, key: str, rank: int, deadline: float) -> str:
         while not self._store.check([key]):
-            stopped = f"stopped/{rank}"
-            if self._store.check([stopped]):
-                raise RankLostError(f"rank {rank} stopped: {self._store.get(stopped).decode()}")
+            stopped = self._read(f"stopped/{rank}")
+            if stopped is not None:
+                raise RankLostError(f"rank {rank} stopped: {stopped}")
             if time.monotonic() > deadline:
                 raise RankLostError(f"rank {rank} did not come within {self.timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -268,7 +276,7 @@ class Ranks:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{place}/{self.world_rank}", "")
             if self._hosts_store:
-                end = time.monotonic() + min(GRACE_S, self.timeout_s)
+                end = time.monotonic() + self.grace_s
                 keys = [f"{place}/{rank}" for rank in range(self.world_size)]
                 while not self._store.check(keys) and time.monotonic() < end:
                     time.sleep(_POLL_S)
@@ -302,36 +310,34 @@ class Ranks:
 
         `given` may be this rank's own part of `output`: then nothing is copied on this rank.
         """
-        with self._collective("all-gather", name) as group:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(output.view(-1), given.view(-1), group=group)
+        function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._collective("all-gather", name, function, output.view(-1), given.view(-1))
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, name: str) -> None:
         """The sum over ranks of part i of `given` (ranks · n, ...) into output (n, ...) of rank i, both contiguous."""
-        with self._collective("reduce-scatter", name) as group:
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            scatter(output.view(-1), given.view(-1), group=group)
+        function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._collective("reduce-scatter", name, function, output.view(-1), given.view(-1))
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor, name: str) -> None:
         """Part i of `given` (ranks · n, ...) to rank i; output (ranks · n, ...) in the order of senders."""
-        with self._collective("all-to-all", name) as group:
-            dist.all_to_all_single(output.view(-1), given.view(-1), group=group)
+        self._collective("all-to-all", name, dist.all_to_all_single, output.view(-1), given.view(-1))
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> None:
         """The sum over ranks, in place."""
-        with self._collective("all-reduce", name) as group:
-            dist.all_reduce(tensor, group=group)
+        self._collective("all-reduce", name, dist.all_reduce, tensor)
 
-    @contextlib.contextmanager
-    def _collective(self, what: str, name: str) -> Iterator[dist.ProcessGroup]:
+    def _collective(self, what: str, name: str, function: Callable[..., object], *tensors: torch.Tensor) -> None:
         group = self._groups.get(name)
         if group is None:
             raise RuntimeError(f"{what} over {name} ranks: the group is of one rank, or closed")
         started = time.monotonic()
         try:
-            yield group
+            function(*tensors, group=group)
         except RuntimeError as error:
-            raise self._lost(f"{what} over {name} ranks", name, error, started) from error
+            # gloo closes its connections when nobody holds the group any more; the frames that failed do.
+            group = None
+            traceback.clear_frames(error.__traceback__)
+            raise self._lost(what, name, error, started) from error
 
     # -- loss of a rank -----------------------------------------------------------------------------------------------
 
@@ -365,28 +371,45 @@ class Ranks:
         first = self.world_rank - self.grid.rank
         others = [first + member for member in self.grid.members(name) if member != self.grid.rank]
         seconds = time.monotonic() - started
-        words: list[str] = []
         try:
             self._store.set(f"alive/{self.world_rank}", "")
             self._drop_connections()
-            end = time.monotonic() + min(GRACE_S, self.timeout_s)
-            signs = {rank: self._sign(rank) for rank in others}
-            while time.monotonic() < end and not all(signs.values()):
-                time.sleep(_POLL_S)
-                signs = {rank: self._sign(rank) for rank in others}
+            signs = self._until(self.grace_s, lambda: {rank: self._sign(rank) for rank in others})
             words = [f"rank {rank} stopped: {sign}" for rank, sign in signs.items() if sign not in (None, "alive")]
-            words += [f"rank {rank} is gone or does not answer" for rank, sign in signs.items() if sign is None]
-            self._leave("alive")
+            words += [
+                f"rank {rank} is gone or does not answer (no sign of it in {self.grace_s:g} s)"
+                for rank, sign in signs.items()
+                if sign is None
+            ]
+            if not words:
+                # All are there: one of them gave up because of a rank that is none of this group.
+                said = self._until(2 * self.grace_s, lambda: {rank: self._read(f"verdict/{rank}") for rank in others})
+                words = [f"rank {rank} gave up: {verdict}" for rank, verdict in said.items() if verdict]
+            named = "; ".join(words)
+            self._store.set(f"verdict/{self.world_rank}", named)
+            self._leave("left")
         except RuntimeError:
-            words.append("the rank that keeps the rendezvous (0, unless a launcher keeps it) is gone")
+            named = "the rank that keeps the rendezvous (0, unless a launcher keeps it) is gone"
         detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-        named = "; ".join(words) or f"no rank of {others} is missing"
-        return RankLostError(f"{what} failed on rank {self.world_rank} after {seconds:.1f} s: {named} ({detail})")
+        return RankLostError(
+            f"{what} over {name} ranks failed on rank {self.world_rank} after {seconds:.1f} s: "
+            f"{named or f'no rank of {others} is missing'} ({detail})"
+        )
+
+    def _until(self, limit_s: float, look: Callable[[], dict[int, str | None]]) -> dict[int, str | None]:
+        """What `look` finds once nothing is missing, or when the time is over."""
+        end = time.monotonic() + limit_s
+        found = look()
+        while None in found.values() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            found = look()
+        return found
 
     def _sign(self, rank: int) -> str | None:
-        if self._store.check([f"stopped/{rank}"]):
-            return str(self._store.get(f"stopped/{rank}").decode())
-        return "alive" if self._store.check([f"alive/{rank}"]) else None
+        return self._read(f"stopped/{rank}") or ("alive" if self._store.check([f"alive/{rank}"]) else None)
+
+    def _read(self, key: str) -> str | None:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
 
 def _from_environment(name: str, variable: str, given: int | None) -> int:
