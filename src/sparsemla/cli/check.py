@@ -26,6 +26,7 @@ from sparsemla.cli import UserError
 from sparsemla.cli import _check_run as run
 from sparsemla.cli._check_models import FAMILIES, sizes_for
 from sparsemla.cli._check_needle import needle_command
+from sparsemla.cli._check_ranks import dcp_command
 from sparsemla.cli._check_run import FamilyReport, Needle
 from sparsemla.cli.profile_report import profile_command
 from sparsemla.integrations.transformers import require_transformers
@@ -42,6 +43,12 @@ def check(
         bool,
         typer.Option("--needle", help="Instead: needles in long contexts, cache on the device and in host memory."),
     ] = False,
+    dcp: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Instead, under torchrun with N processes: needles, cache sharded over N ranks."
+        ),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="With --needle on a CPU: 230,456 and 544,235 records, as on a GPU.")
     ] = False,
@@ -51,6 +58,9 @@ def check(
     Exit status 1 where anything disagrees. Needs transformers 5.20 or newer; takes well under two minutes on
     two CPU cores.
     """
+    if dcp is not None:
+        with _threads(torch.device("cpu")):
+            raise typer.Exit(dcp_command(device, dcp, seed=seed, full=full, as_json=as_json))
     where = _device(device)
     if profile:
         raise typer.Exit(profile_command(device, as_json=as_json))
