@@ -20,24 +20,24 @@ def plan(
     rows, topk, lanes, max_len, hot, block_size, num_slots, rank, world, interleave,
     APPEND: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program `lane` makes what its request's rows name resident; the last program serves rows without a lane.
+    """Program `lane` makes what its request's rows name resident; after the lanes come programs for rows without one.
 
     Fills `slots` (slot of the hot buffer, -1: no key), with APPEND `fetch` (slot of the host's pool of every key, else
     scratch), and what `bring` reads. The steps are those of `sparsemla.serving.host_cache.hot`, in whose terms they are
     explained; a barrier stands where a step reads what other threads of the program wrote.
     """
     lane = tl.program_id(0)
-    if lane == lanes:
-        for row in range(rows):
-            request = tl.load(request_ids + row)
-            known = (request >= 0) & (request < requests)
-            mine = tl.load(lane_of_request + request, mask=known, other=-1)
-            if (mine < 0) | (mine >= lanes):
-                for first in range(0, topk, BLOCK):
-                    column = first + tl.arange(0, BLOCK)
-                    at = tl.cast(row, tl.int64) * topk + column
-                    tl.store(slots + at, -1, mask=column < topk)
-                    tl.store(fetch + at, -1, mask=column < topk)
+    if lane >= lanes:
+        row = lane - lanes
+        request = tl.load(request_ids + row)
+        known = (request >= 0) & (request < requests)
+        mine = tl.load(lane_of_request + request, mask=known, other=-1)
+        if (mine < 0) | (mine >= lanes):
+            for first in range(0, topk, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                at = tl.cast(row, tl.int64) * topk + column
+                tl.store(slots + at, -1, mask=column < topk)
+                tl.store(fetch + at, -1, mask=column < topk)
     else:
         begin = rows
         end = 0

@@ -22,7 +22,7 @@ import torch
 from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.formats import KVFormat
 from sparsemla.serving.host_cache.lanes import RequestLanes
-from sparsemla.serving.host_cache.moving import Records, device_code, move
+from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device
 from sparsemla.serving.host_cache.records import Shard
 
 _BIG = 2**31 - 1
@@ -90,33 +90,36 @@ class HotSet:
 
     def bring(self, source: Records, slots: torch.Tensor, fetch: torch.Tensor) -> None:
         """Copies what the last plan found missing from the host's pool; `slots` and `fetch` are what it returned."""
+        if slots.numel() == 0:
+            return
         if self._code is None:
             count, device = slots.numel(), self.pool.device
             move(source, fetch.view(-1), self._records, slots.view(-1), device=device, count=count)
             return
         lanes = self.lanes.max_requests
         programs = max(_PROGRAMS // lanes, _LEAST_PROGRAMS)
-        for (at, row, size), (to_at, to_row, _) in zip(source.parts, self._records.parts, strict=True):
-            padded = 1 << (size - 1).bit_length()
-            self._code.bring[(lanes * programs,)](
-                source.words,
-                source.block,
-                source.page,
-                row,
-                at,
-                self._records.words,
-                self.hot_records,
-                self._records.page,
-                to_row,
-                to_at,
-                self._host_list,
-                self._lists[1],
-                self._brought,
-                WORDS=size,
-                PADDED=padded,
-                PROGRAMS=programs,
-                num_warps=max(padded // 32, 1),
-            )
+        with on_device(self.pool.device):
+            for (at, row, size), (to_at, to_row, _) in zip(source.parts, self._records.parts, strict=True):
+                padded = 1 << (size - 1).bit_length()
+                self._code.bring[(lanes * programs,)](
+                    source.words,
+                    source.block,
+                    source.page,
+                    row,
+                    at,
+                    self._records.words,
+                    self.hot_records,
+                    self._records.page,
+                    to_row,
+                    to_at,
+                    self._host_list,
+                    self._lists[1],
+                    self._brought,
+                    WORDS=size,
+                    PADDED=padded,
+                    PROGRAMS=programs,
+                    num_warps=max(padded // 32, 1),
+                )
 
     def drop(self, lane: int) -> None:
         """Nothing of a lane is hot any more."""
@@ -166,39 +169,40 @@ class HotSet:
             return slots, fetch
         rank, world, interleave = (0, 1, 1) if shard is None else shard
         lanes = self.lanes
-        self._code.plan[(lanes.max_requests + 1,)](
-            indices,
-            indices.stride(0),
-            request_ids,
-            lanes.of_request,
-            block_table,
-            block_table.stride(0),
-            *block_table.shape,
-            lanes.directory,
-            self.position_of,
-            self.order,
-            *self._lists,
-            self._host_list,
-            self._brought,
-            self._clock,
-            self.counters,
-            slots,
-            fetch,
-            rows,
-            topk,
-            lanes.max_requests,
-            lanes.max_len,
-            self.hot_records,
-            block_size,
-            num_slots,
-            rank,
-            world,
-            interleave,
-            APPEND=append,
-            BLOCK=_BLOCK,
-            ROW_BLOCK=_ROW_BLOCK,
-            num_warps=16,
-        )
+        with on_device(self.pool.device):
+            self._code.plan[(lanes.max_requests + rows,)](
+                indices,
+                indices.stride(0),
+                request_ids,
+                lanes.of_request,
+                block_table,
+                block_table.stride(0),
+                *block_table.shape,
+                lanes.directory,
+                self.position_of,
+                self.order,
+                *self._lists,
+                self._host_list,
+                self._brought,
+                self._clock,
+                self.counters,
+                slots,
+                fetch,
+                rows,
+                topk,
+                lanes.max_requests,
+                lanes.max_len,
+                self.hot_records,
+                block_size,
+                num_slots,
+                rank,
+                world,
+                interleave,
+                APPEND=append,
+                BLOCK=_BLOCK,
+                ROW_BLOCK=_ROW_BLOCK,
+                num_warps=16,
+            )
         return slots, fetch
 
     # -- in torch ------------------------------------------------------------------------------------------------------

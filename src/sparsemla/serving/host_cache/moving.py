@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -115,26 +116,32 @@ def move(
         _by_host(source, source_slots, target, target_slots, count, device)
         return
     grid = min(count, programs or _PROGRAMS)
-    for (source_at, source_row, size), (target_at, target_row, _) in zip(source.parts, target.parts, strict=True):
-        padded = 1 << (size - 1).bit_length()
-        code.move[(grid,)](
-            source.words,
-            source_slots,
-            source.block,
-            source.page,
-            source_row,
-            source_at,
-            target.words,
-            target_slots,
-            target.block,
-            target.page,
-            target_row,
-            target_at,
-            count,
-            WORDS=size,
-            PADDED=padded,
-            num_warps=max(padded // 32, 1),
-        )
+    with on_device(device):
+        for (source_at, source_row, size), (target_at, target_row, _) in zip(source.parts, target.parts, strict=True):
+            padded = 1 << (size - 1).bit_length()
+            code.move[(grid,)](
+                source.words,
+                source_slots,
+                source.block,
+                source.page,
+                source_row,
+                source_at,
+                target.words,
+                target_slots,
+                target.block,
+                target.page,
+                target_row,
+                target_at,
+                count,
+                WORDS=size,
+                PADDED=padded,
+                num_warps=max(padded // 32, 1),
+            )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels launched inside run on that GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _by_host(

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host cache: what is hot follows a plain model of LRU; answers are those over the whole cache, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from generators import ALL_FORMATS, GARBAGE_INDICES, format_id, pages_for_positions, random_cache, random_kv
+from sparsemla import reference_attention, sparse_mla_attention
+from sparsemla.cache import PagedKVCache
+from sparsemla.formats import KVFormat
+from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool
+from sparsemla.serving.host_cache.hot import HotSet, held_positions
+
+BLOCK = 16
+LENGTHS = [150, 40, 97]
+TOPK = 24
+SCALE = 0.06
+
+
+class Model:
+    """One lane in plain Python: positions in the order of their last use, as `HotSet` describes it."""
+
+    def __init__(self, hot: int) -> None:
+        self.slots: list[int] = list(range(hot))
+        self.holds: dict[int, int] = {}
+
+    def step(self, wanted: list[int]) -> tuple[list[int], int]:
+        """(slot of each wanted position, records brought)."""
+        used = {self.holds[p] for p in wanted if p in self.holds}
+        missing = list(dict.fromkeys(p for p in wanted if p not in self.holds))
+        unused = [slot for slot in self.slots if slot not in used]
+        victims, rest = unused[: len(missing)], unused[len(missing) :]
+        self.holds = {p: s for p, s in self.holds.items() if s not in victims}
+        self.holds |= dict(zip(missing, victims, strict=True))
+        self.slots = rest + [slot for slot in self.slots if slot in used] + victims
+        return [self.holds[p] for p in wanted], len(missing)
+
+
+class Bench:
+    """A pool of a few requests in host memory, the same records in a cache on the device, and a host cache."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        fmt: KVFormat = KVFormat.FP8_DS_MLA,
+        d_qk: int | None = None,
+        hot: int = 3 * TOPK,
+        max_rows: int = 12,
+        staged: int = 32,
+    ) -> None:
+        self.device = torch.device(device)
+        table = pages_for_positions(LENGTHS, BLOCK, 30)
+        width = table.shape[1]
+        slots = torch.cat(
+            [table[r, torch.arange(n) // BLOCK].long() * BLOCK + torch.arange(n) % BLOCK for r, n in enumerate(LENGTHS)]
+        )
+        filled = random_cache(30, BLOCK, fmt, d_qk=d_qk, slots=slots)
+        self.pool = host_pool(30, BLOCK, fmt, d_qk=d_qk)
+        self.pool.byte_view.copy_(filled.byte_view)
+        data = filled.data.clone().to(self.device)
+        self.whole = PagedKVCache.wrap(data, fmt, BLOCK if data.dim() == 2 else None)
+        self.table = table.to(self.device)
+        self.lanes = RequestLanes(max_requests=3, max_len=width * BLOCK, device=self.device)
+        ring = StagingRing(self.pool.layout.page_bytes(staged), device=self.device)
+        self.host = HostCache(self.pool, self.lanes, hot_records=hot, topk=TOPK, max_rows=max_rows, staging=ring)
+
+    def attend(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hot, slots = self.host.bring(indices, ids, self.table)
+        out = torch.full((*q.shape[:2], 512), torch.nan, dtype=torch.bfloat16, device=self.device)
+        return sparse_mla_attention(q, hot, slots, softmax_scale=SCALE, out=out)
+
+    def over_whole(
+        self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sparse_mla_attention(
+            q, self.whole, indices, softmax_scale=SCALE, block_table=self.table, request_ids=ids
+        )
+
+    def query(self, rows: int, heads: int = 5) -> torch.Tensor:
+        return torch.randn(rows, heads, self.pool.d_qk, device=self.device).bfloat16()
+
+    def rows(self, ids: list[int], *, spread: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices with repeats, -1 and garbage, up to the end of each request; and the request ids."""
+        indices = torch.randint(0, spread, (len(ids), TOPK), dtype=torch.int32)
+        for row, request in enumerate(ids):
+            indices[row] %= LENGTHS[request] if 0 <= request < 3 else 200
+        indices[:, 1] = indices[:, 0].clone()
+        if len(ids) > 1:
+            indices[1, 5:9] = indices[0, 5:9] % 40  # rows of a request share keys
+        indices[torch.rand(indices.shape) < 0.1] = -1
+        indices[:, -len(GARBAGE_INDICES) :] = torch.tensor(GARBAGE_INDICES, dtype=torch.int32)
+        return indices.to(self.device), torch.tensor(ids, dtype=torch.int32, device=self.device)
+
+
+def same(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def check_plan(device: torch.device | str, *, steps: int = 30) -> None:
+    """HotSet against Model over random steps: slots, who brings, counts."""
+    hot, block, max_len = 40, 16, 96
+    lanes = RequestLanes(max_requests=3, max_len=max_len, device=device)
+    hot_set = HotSet(lanes, hot_records=hot, entries=100, fmt=KVFormat.FP8_DS_MLA)
+    models = [Model(hot) for _ in range(3)]
+    table = torch.randperm(18).to(torch.int32).view(3, 6)
+    table[1, 5], table[2, 0] = -1, 99  # pages that are not there
+    hits = misses = appended = 0
+    for step in range(steps):
+        rows = int(torch.randint(1, 6, ()))
+        ids = torch.tensor([0, 0, 1, 2, -1] if step % 3 else [2, 0, 7, 0, 1], dtype=torch.int32)[:rows]
+        indices = torch.randint(-2, 100 if step % 2 else 40, (rows, 9), dtype=torch.int32)
+        indices[0, 0], indices[-1, 1] = 2**31 - 1, -(2**31)
+        indices[:, 4:7] = indices[0, 4:7].clone()
+        shard = (1, 2, 3) if step % 4 == 3 else None
+        append = step % 5 == 4
+        slots, fetch = hot_set.plan(
+            indices.to(device),
+            ids.to(device),
+            table.to(device),
+            block_size=block,
+            num_slots=18 * block,
+            shard=shard,
+            append=append,
+        )
+        want = torch.full_like(indices, -1)
+        for lane in range(3):
+            entries, wanted = [], []
+            for row in range(rows):
+                for column in range(9):
+                    position = int(held_positions(indices[row, column], shard)) if shard else int(indices[row, column])
+                    inside = int(ids[row]) == lane and 0 <= position < max_len
+                    if inside and 0 <= int(table[lane, position // block]) < 18:
+                        entries.append((row, column))
+                        wanted.append(position)
+            found, brought = models[lane].step(wanted)
+            for (row, column), slot in zip(entries, found, strict=True):
+                want[row, column] = lane * hot + slot
+            if append:
+                appended += len(wanted)
+            else:
+                hits, misses = hits + len(wanted) - brought, misses + brought
+        assert torch.equal(slots.cpu(), want), step
+        if append:
+            local = indices if shard is None else held_positions(indices, shard)
+            for row, column in (fetch.cpu() >= 0).nonzero().tolist():
+                position = int(local[row, column])
+                page = int(table[ids[row], position // block])
+                assert int(fetch[row, column]) == page * block + position % block
+    assert hot_set.counters.sum(0).tolist() == [hits, misses, appended, 0]
+    assert hits and misses > 2 * hot and appended
+
+
+def test_what_is_hot_follows_the_model(device: torch.device) -> None:
+    check_plan(device)
+
+
+def test_the_device_code_follows_the_model_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    code = (
+        "import torch, test_host_cache as t\n"
+        "from sparsemla.serving.host_cache.moving import device_code\n"
+        "assert device_code('cpu') is not None\n"
+        "torch.manual_seed(1)\n"
+        "t.check_plan('cpu', steps=20)\n"
+        "t.check_steps(t.Bench())\n"
+        "t.check_new_records(t.Bench(fmt=t.KVFormat.FP8_V4, d_qk=512))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def check_steps(bench: Bench) -> None:
+    """Decodes with several query tokens: the bits of the whole cache, cold, replayed, displaced and dropped."""
+    batches = [[0, 0, 1, 2], [1, 2, 2, 0, -1, 9], [0], [2, 2, 2]]
+    first = None
+    for step in range(8):
+        indices, ids = bench.rows(batches[step % 4], spread=60 if step % 2 else 200)
+        q = bench.query(len(ids))
+        got = tuple(x.clone() for x in bench.attend(q, indices, ids))
+        assert same(got, bench.over_whole(q, indices, ids))
+        before = bench.host.stats().misses
+        assert same(bench.attend(q, indices, ids), got)
+        assert bench.host.stats().misses == before  # a replay brings nothing
+        first = first or (q, indices, ids, got)
+        assert not got[0].isnan().any()
+    q, indices, ids, got = first
+    for lane in range(3):
+        bench.host.drop(lane)
+    before = bench.host.stats()
+    assert same(bench.attend(q, indices, ids), got)
+    after = bench.host.stats()
+    keys = {(int(i), int(p)) for i, row in zip(ids, indices, strict=True) for p in row if 0 <= p < LENGTHS[int(i)]}
+    assert after.misses - before.misses == len(keys)
+    assert after.bytes_to_device - before.bytes_to_device == len(keys) * bench.pool.layout.record_bytes
+    assert after.overflowed == 0
+    want, _ = reference_attention(
+        q.cpu(),
+        bench.pool,
+        indices.cpu(),
+        softmax_scale=SCALE,
+        block_table=bench.table.cpu(),
+        request_ids=ids.cpu(),
+    )
+    assert (got[0].cpu().double() - want).norm() <= 3e-3 * want.norm()
+
+
+@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
+def test_answers_are_those_over_the_whole_cache(fmt: KVFormat, d_qk: int, device: torch.device) -> None:
+    check_steps(Bench(device, fmt=fmt, d_qk=d_qk))
+
+
+def check_new_records(bench: Bench) -> None:
+    """Appended records are in host memory and hot; a position written again (rejected tokens) is the new one in both;
+    prefill writes go to host memory and drop what was hot."""
+    device = bench.device
+
+    def ids_of(*requests: int) -> torch.Tensor:
+        return torch.tensor(requests, dtype=torch.int32, device=device)
+
+    for turn in range(3):
+        positions = torch.tensor([148, 149, 5, 39, -1, 2**31 - 1], dtype=torch.int32, device=device)
+        ids = ids_of(0, 0, 2, 1, 1, 0)
+        kv = random_kv(6, bench.pool.d_qk, device=device)
+        before = bench.host.stats()
+        bench.host.append(kv, positions, ids, bench.table)
+        bench.whole.write(torch.tensor(slots_of(bench, [(0, 148), (0, 149), (2, 5), (1, 39)]), device=device), kv[:4])
+        after = bench.host.stats()
+        assert (after.appended - before.appended, after.misses - before.misses) == (4, 0)
+        indices = torch.full((3, TOPK), -1, dtype=torch.int32, device=device)
+        indices[0, :2], indices[1, 0], indices[2, 0] = positions[:2], 39, 5
+        q = bench.query(3)
+        got = bench.attend(q, indices, ids_of(0, 1, 2))
+        assert bench.host.stats().misses == before.misses  # all hot
+        assert same(got, bench.over_whole(q, indices, ids_of(0, 1, 2)))
+        assert_same_bytes(bench)
+        # A prefill writes over some of them, and over more than the hot buffer holds.
+        many = torch.arange(30 + turn, 130 + turn, dtype=torch.int32, device=device)
+        kv = random_kv(100, bench.pool.d_qk, device=device)
+        bench.host.write(kv, many, torch.zeros_like(many), bench.table)
+        bench.whole.write(torch.tensor(slots_of(bench, [(0, int(p)) for p in many]), device=device), kv)
+        assert_same_bytes(bench)
+        indices, ids = bench.rows([0, 0, 0])
+        assert same(bench.attend(q, indices, ids), bench.over_whole(q, indices, ids))
+    stats = bench.host.stats()
+    assert (stats.appended, stats.written) == (12, 300)
+    assert stats.bytes_to_host == 312 * bench.pool.layout.record_bytes
+
+
+def slots_of(bench: Bench, named: list[tuple[int, int]]) -> list[int]:
+    table = bench.table.cpu()
+    return [int(table[request, position // BLOCK]) * BLOCK + position % BLOCK for request, position in named]
+
+
+def assert_same_bytes(bench: Bench) -> None:
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+    every = torch.arange(bench.pool.num_slots)
+    assert torch.equal(bench.pool.gather_bytes(every), bench.whole.gather_bytes(every.to(bench.device)).cpu())
+
+
+@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
+def test_new_records_are_written_through(fmt: KVFormat, d_qk: int, device: torch.device) -> None:
+    check_new_records(Bench(device, fmt=fmt, d_qk=d_qk))
+
+
+def test_requests_come_and_go(device: torch.device) -> None:
+    """Lanes change hands, rows change order, a preempted request comes back: always the answers of the whole cache."""
+    bench = Bench(device)
+    names = ["a", "b", "c"]  # rows of the table, by request
+    running: list[str] = []
+    for step in range(14):
+        if step % 3 == 2:
+            gone = running.pop(0)
+            bench.lanes.release(gone)
+        for name in names:
+            if name not in running and (step + names.index(name)) % 2 == 0:
+                bench.lanes.admit(name)
+                running.append(name)
+        if not running:
+            continue
+        order = running[::-1] if step % 2 else running
+        bench.lanes.bind(order)
+        rows = [names.index(name) for name in order]
+        table = bench.table[rows]
+        indices, _ = bench.rows(rows, spread=70)
+        ids = torch.arange(len(rows), dtype=torch.int32, device=device)
+        q = bench.query(len(rows))
+        hot, slots = bench.host.bring(indices, ids, table)
+        got = sparse_mla_attention(q, hot, slots, softmax_scale=SCALE)
+        want = sparse_mla_attention(q, bench.whole, indices, softmax_scale=SCALE, block_table=table, request_ids=ids)
+        assert same(got, want)
+    stats = bench.host.stats()
+    assert stats.hits and stats.overflowed == 0
+
+
+def test_a_new_request_finds_nothing_of_the_last(device: torch.device) -> None:
+    bench = Bench(device)
+    bench.lanes.admit("first")
+    indices, ids = bench.rows([0])
+    bench.host.bring(indices, ids, bench.table)
+    lane = bench.lanes.admit("second")
+    bench.lanes.release("first")
+    assert bench.lanes.admit("third") != lane
+    bench.host.reset_stats()
+    bench.host.bring(indices, ids, bench.table)
+    keys = {int(p) for p in indices[0] if 0 <= p < LENGTHS[0]}
+    assert bench.host.stats().misses == len(keys)
+
+
+@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
+def test_staged_contexts_hold_the_records(fmt: KVFormat, d_qk: int, device: torch.device) -> None:
+    bench = Bench(device, fmt=fmt, d_qk=d_qk)
+    pieces = [(0, 0, 32), (1, 3, 4), (0, 32, 57), (2, 10, 42), (1, 0, 32)]
+    assert bench.host.staged_records == 32
+    for (request, begin, end), page in zip(pieces, bench.host.stage(pieces, bench.table), strict=True):
+        assert page.num_slots == end - begin
+        want = bench.pool.gather_bytes(torch.tensor(slots_of(bench, [(request, p) for p in range(begin, end)])))
+        assert torch.equal(page.gather_bytes(torch.arange(end - begin, device=device)).cpu(), want)
+    assert bench.host.stats().staged == sum(end - begin for _, begin, end in pieces)
+    assert list(bench.host.stage([], bench.table)) == []
+    unfinished = bench.host.stage(pieces, bench.table)
+    next(unfinished)
+    del unfinished  # given up half-way: the next one is right all the same
+    for (request, begin, _), page in zip(pieces, bench.host.stage(pieces, bench.table), strict=True):
+        want = bench.pool.gather_bytes(torch.tensor(slots_of(bench, [(request, begin)])))
+        assert torch.equal(page.gather_bytes(torch.zeros(1, dtype=torch.int64, device=device)).cpu(), want)
+
+
+@pytest.mark.gpu
+def test_staging_runs_beside_the_current_stream() -> None:
+    bench = Bench("cuda", staged=64)
+    busy, done = torch.cuda.Event(), torch.cuda.Event()
+    list(bench.host.stage([(0, 0, 64)], bench.table))
+    torch.cuda.synchronize()
+    staged = bench.host.stage([(0, 0, 64), (0, 64, 128)], bench.table)
+    torch.cuda._sleep(2_000_000_000)
+    busy.record()
+    bench.host.staging._stream.synchronize()  # type: ignore[union-attr]
+    done.record()
+    assert not busy.query(), "staging waited for the stream that attends"
+    assert len(list(staged)) == 2
+
+
+@pytest.mark.gpu
+def test_a_step_takes_no_memory_and_never_waits() -> None:
+    bench = Bench("cuda")
+    indices, ids = bench.rows([0, 0, 1, 2])
+    records = bench.pool.gather_bytes(torch.arange(2)).cuda()
+    positions, owners = torch.tensor([3, 4], dtype=torch.int32).cuda(), torch.tensor([0, 2], dtype=torch.int32).cuda()
+
+    def step() -> None:
+        bench.host.append_records(records, positions, owners, bench.table)
+        bench.host.bring(indices, ids, bench.table)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() == before
+    assert sum(bench.host.reservations().values()) <= before
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_other_keys() -> None:
+    bench = Bench("cuda")
+    indices, ids = bench.rows([0, 0, 1, 2])
+    q = bench.query(4)
+    out = torch.empty((4, 5, 512), dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty((4, 5), device="cuda")
+
+    def step() -> None:
+        hot, slots = bench.host.bring(indices, ids, bench.table)
+        sparse_mla_attention(q, hot, slots, softmax_scale=SCALE, out=out, lse=lse)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(6):
+        other, _ = bench.rows([0, 0, 1, 2])
+        indices.copy_(other)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert same((out, lse), bench.over_whole(q, indices, ids))
+    assert bench.host.stats().overflowed == 0
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    bench = Bench(device)
+    pool, lanes = bench.pool, bench.lanes
+    with pytest.raises(ValueError, match="hot_records: got 8, accepted are at least topk = 9"):
+        HostCache(pool, lanes, hot_records=8, topk=9, max_rows=1)
+    with pytest.raises(ValueError, match="topk: got 25, accepted are at most 24"):
+        bench.host.rows_at_once(25, of_one_request=1, longest=10)
+    assert bench.host.rows_at_once(TOPK, of_one_request=3, longest=150) == 12
+    assert bench.host.rows_at_once(TOPK, of_one_request=4, longest=150) == 3
+    assert bench.host.rows_at_once(TOPK, of_one_request=9, longest=64) == 12
+    indices = torch.zeros((13, TOPK), dtype=torch.int32, device=device)
+    ids = torch.zeros(13, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"indices: got shape \(13, 24\), accepted are at most 12 rows of 24"):
+        bench.host.bring(indices, ids, bench.table)
+    wide = torch.zeros((3, 99), dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="block_table: got 3 requests of 1584 positions"):
+        bench.host.bring(indices[:2], ids[:2], wide)
+    with pytest.raises(ValueError, match="accepted is int32"):
+        bench.host.bring(indices[:2], ids[:2].long(), bench.table)
+    with pytest.raises(ValueError, match="pieces: got positions 0 to 33"):
+        bench.host.stage([(0, 0, 33)], bench.table)
+    records = torch.zeros((100, pool.layout.record_bytes), dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="records: got 100, accepted are at most 72 at once"):
+        positions = torch.arange(100, dtype=torch.int32, device=device)
+        bench.host.append_records(records, positions, torch.zeros_like(positions), bench.table)
+    for name in "abc":
+        lanes.admit(name)
+    with pytest.raises(ValueError, match="accepted are 3 requests at a time"):
+        lanes.admit("d")
+    with pytest.raises(ValueError, match="has lane"):
+        lanes.admit("a")
+    with pytest.raises(ValueError, match="accepted are"):
+        lanes.release("d")
+    with pytest.raises(ValueError, match="each once"):
+        lanes.bind(["a", "a"])
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="pinned: got True"):
+            host_pool(1, 16, "bf16", pinned=True) if not torch.cuda.is_available() else pytest.skip("there is a GPU")
+
+
+def test_more_keys_than_fit_are_counted_not_hidden(device: torch.device) -> None:
+    """A caller that breaks its promise: what found no place is no key, and the count says so."""
+    bench = Bench(device, hot=TOPK)
+    indices = torch.arange(3 * TOPK, dtype=torch.int32, device=device).view(3, TOPK)
+    _, slots = bench.host.bring(indices, torch.zeros(3, dtype=torch.int32, device=device), bench.table)
+    assert int((slots >= 0).sum()) == TOPK
+    assert bench.host.stats().overflowed == 2 * TOPK
