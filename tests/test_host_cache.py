@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -455,3 +457,12 @@ def test_more_keys_than_fit_are_counted_not_hidden(device: torch.device) -> None
     _, slots = bench.host.bring(indices, torch.zeros(3, dtype=torch.int32, device=device), bench.table)
     assert int((slots >= 0).sum()) == TOPK
     assert bench.host.stats().overflowed == 2 * TOPK
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "host-cache.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["out"].shape == (3, 16, 512) and not names["out"].isnan().any()
+    assert "appended=3" in capsys.readouterr().out
