@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+VLLM ?= 0.26.0 0.33.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -19,7 +20,7 @@ help:
 check: $(VENV)/.run-stamp
 	@$(BIN)/sparsemla check $(ARGS)
 
-test: $(VENV)/.dev-stamp
+test: $(VENV)/.dev-stamp $(VENV)/.vllm-stamp
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev-stamp
@@ -48,3 +49,13 @@ $(VENV)/.run-stamp: requirements/torch.txt requirements/run.txt pyproject.toml
 $(VENV)/.dev-stamp: requirements/dev.txt $(VENV)/.run-stamp
 	$(PIP) -r requirements/dev.txt
 	@touch $@
+
+# The Python files of real vLLM releases for tests/test_vllm.py, a folder each, as two cannot share a process. Where they cannot
+# be had those tests skip and say so, and the next `make test` tries again.
+$(VENV)/.vllm-stamp: requirements/vllm.txt | $(VENV)/.run-stamp
+	@rm -rf $(VENV)/vllm
+	@{ $(PIP) --no-deps --no-compile --target $(VENV)/vllm/common -r requirements/vllm.txt && \
+	for release in $(VLLM); do \
+	  $(PIP) --no-deps --no-compile --target $(VENV)/vllm/$$release vllm==$$release && \
+	  find $(VENV)/vllm/$$release -type f ! -name '*.py' ! -path '*.dist-info/*' -delete || exit 1; \
+	done && touch $@; } || echo "vLLM $(VLLM): not installed, tests/test_vllm.py skips what needs it"
