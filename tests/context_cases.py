@@ -142,7 +142,7 @@ def run_case(spec: Spec, ranks: Ranks, *, seed: int, device: torch.device) -> No
     mine, local = torch.arange(rows), batch
     if spec.pcp > 1:
         split = PrefillSplit.of(batch, decode_query_len=1 + SPEC, rank=ranks.grid.pcp_rank, world=spec.pcp)
-        mine, local = split.rows, split.batch
+        mine, local = split.rows.cpu(), split.batch
         scratch = workspace.take("new records").get("new_records")
         share_new_records(ranks, path, split, latents[mine].to(device), cache, slots, scratch=scratch)
     else:
@@ -204,15 +204,18 @@ def run_cases(rank: int, world: int, init_method: str, specs: list[Spec], kind: 
     """name → what is wrong, for every case; the cases go on after one fails alike on all ranks."""
     device = torch.device(kind if kind == "cpu" else f"cuda:{rank}")
     wrong: dict[str, str] = {}
-    everyone = Parallelism(tp=world)
+    groups: dict[Parallelism, Ranks] = {}
     with Ranks.connect(
-        everyone, device=device, init_method=init_method, rank=rank, world_size=world, timeout_s=20.0
+        Parallelism(tp=world), device=device, init_method=init_method, rank=rank, world_size=world, timeout_s=30.0
     ) as ranks:
         for seed, spec in enumerate(specs):
-            config = spec.config()
-            with ranks.regroup(config.parallel) as mine:
-                try:
-                    run_case(spec, mine, seed=seed, device=device)
-                except AssertionError as error:
-                    wrong[str(spec)] = str(error) or "assertion"
+            parallel = spec.config().parallel
+            if parallel not in groups:
+                groups[parallel] = ranks.regroup(parallel)
+            try:
+                run_case(spec, groups[parallel], seed=seed, device=device)
+            except AssertionError as error:
+                wrong[str(spec)] = str(error) or "assertion"
+        for mine in groups.values():
+            mine.close()
     return wrong

@@ -25,15 +25,19 @@ class PrefillSplit:
 
     Attributes:
         batch: this rank's batch: the same requests, its own query tokens, as many rows as the rank with most has.
-        rows: (this rank's rows) int64 on the host: which rows of the whole step they are, in order.
-        source: (rows of the whole step) int64 on the host: where each is found in what all ranks' rows look like one
-            rank after the other, ``batch.padded_tokens`` rows each.
+        rows: (this rank's rows) int64: which rows of the whole step they are, in order.
+        source: (rows of the whole step) int64: where each is found among all ranks' rows, one rank after the other,
+            ``batch.padded_tokens`` rows each.
+        prefill_source: (prefill rows of the step) int64: the same among the ranks' prefill rows alone.
         num_decode_tokens: rows at the front that every rank has.
+
+    The tensors lie where the batch's block table does.
     """
 
     batch: Batch
     rows: torch.Tensor
     source: torch.Tensor
+    prefill_source: torch.Tensor
     num_decode_tokens: int
 
     @classmethod
@@ -75,14 +79,23 @@ class PrefillSplit:
             if other == rank:
                 chosen = rows
         source[:decode_tokens] = torch.arange(decode_tokens) + rank * padded  # every rank's copy would do
+        prefills = source[decode_tokens:]
+        prefill_source = prefills // max(padded, 1) * (padded - decode_tokens) + prefills % max(padded, 1)
         mine = Batch(lens_of[rank], batch.seq_lens, batch.block_table, padded, decodes)
-        return cls(mine, chosen, source, decode_tokens)
+        device = batch.block_table.device
+        return cls(
+            batch=mine,
+            rows=_on(device, chosen),
+            source=_on(device, source),
+            prefill_source=_on(device, prefill_source - decode_tokens),
+            num_decode_tokens=decode_tokens,
+        )
 
     def select(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of (rows of the step, ...), with rows of zeros up to `batch.padded_tokens`."""
         padded = self.batch.padded_tokens or 0
         part = whole.new_zeros((padded, *whole.shape[1:]))
-        part[: len(self.rows)] = whole[self.rows.to(whole.device)]
+        part[: len(self.rows)] = whole[self.rows]
         return part
 
 
@@ -137,13 +150,16 @@ def share_new_records(
         own[: rows - decodes].copy_(sent)
         own[rows - decodes :].zero_()
         ranks.all_gather(gathered, own, "pcp")
-        source = split.source[decodes:]
-        whole = padded + decodes
-        found = gathered[(source // whole * padded + source % whole - decodes).to(gathered.device)]
+        found = gathered[split.prefill_source]
         if as_stored:
             cache.write_bytes(slots[decodes:], found)
         else:
             cache.write(slots[decodes:], found, scale_style)
+
+
+def _on(device: torch.device, host: torch.Tensor) -> torch.Tensor:
+    """`host` on the device, without waiting for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def bytes_a_record(path: Path, cache: PagedKVCache) -> int:

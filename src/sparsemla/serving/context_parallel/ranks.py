@@ -67,6 +67,8 @@ class Ranks:
     _owns_world: bool = False
     _hosts_store: bool = False
     _meetings: int = 0
+    received_bytes: int = 0
+    """Bytes that collectives have brought to this rank from others so far (a reduction counted as its ring does it)."""
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Ranks:
                 store=_untyped.PrefixStore("world", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=ranks._collective_timeout,
             )
             ranks._make_groups()
         except BaseException as error:
@@ -216,9 +218,15 @@ class Ranks:
                 continue
             if groups not in made:
                 made[groups], _ = _untyped.new_subgroups_by_enumeration(
-                    [list(group) for group in groups], timeout=timedelta(seconds=self.timeout_s)
+                    [list(group) for group in groups], timeout=self._collective_timeout
                 )
             self._groups[name] = made[groups]
+
+    @property
+    def _collective_timeout(self) -> timedelta:
+        # NCCL's own watchdog ends the process without naming anybody: `synchronize` comes first.
+        cuda = self.device.type == "cuda"
+        return timedelta(seconds=2 * self.timeout_s + self.grace_s if cuda else self.timeout_s)
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -311,20 +319,50 @@ class Ranks:
         `given` may be this rank's own part of `output`: then nothing is copied on this rank.
         """
         function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._count(output, name)
         self._collective("all-gather", name, function, output.view(-1), given.view(-1))
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, name: str) -> None:
         """The sum over ranks of part i of `given` (ranks · n, ...) into output (n, ...) of rank i, both contiguous."""
         function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._count(given, name)
         self._collective("reduce-scatter", name, function, output.view(-1), given.view(-1))
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor, name: str) -> None:
         """Part i of `given` (ranks · n, ...) to rank i; output (ranks · n, ...) in the order of senders."""
+        self._count(output, name)
         self._collective("all-to-all", name, dist.all_to_all_single, output.view(-1), given.view(-1))
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> None:
         """The sum over ranks, in place."""
+        self._count(tensor, name, times=2)
         self._collective("all-reduce", name, dist.all_reduce, tensor)
+
+    def synchronize(self) -> None:
+        """Waits for the work queued on the device, and watches the other ranks meanwhile.
+
+        A collective of NCCL is only queued by the call, so the loss of a rank shows where a result is waited for. An
+        engine that waits here, and not by asking a tensor for its value, hears who is gone.
+
+        Raises:
+            RankLostError: another rank stopped (within moments), or the device did not get through in time.
+        """
+        if self.device.type == "cpu":
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        started = time.monotonic()
+        first = self.world_rank - self.grid.rank
+        others = [first + rank for rank in range(self.grid.parallel.world) if rank != self.grid.rank]
+        while not done.query():
+            waited = time.monotonic() - started
+            if waited > self.timeout_s or (waited > _POLL_S and any(self._read(f"stopped/{r}") for r in others)):
+                raise self._lost("a step", "", RuntimeError("the device waits for another rank"), started)
+            time.sleep(0 if waited < _POLL_S else _POLL_S)
+
+    def _count(self, tensor: torch.Tensor, name: str, times: int = 1) -> None:
+        size = self.size(name)
+        self.received_bytes += times * tensor.numel() * tensor.element_size() * (size - 1) // size
 
     def _collective(self, what: str, name: str, function: Callable[..., object], *tensors: torch.Tensor) -> None:
         group = self._groups.get(name)
@@ -360,16 +398,18 @@ class Ranks:
 
     def _drop_connections(self) -> None:
         groups, self._groups = self._distinct_groups(), {}
-        if self.device.type != "cpu":
-            return  # NCCL's communicators are torn down by its own watchdog
         for group in groups:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+                if self.device.type == "cpu":
+                    dist.destroy_process_group(group)
+                else:
+                    _untyped.distributed_c10d._abort_process_group(group)  # ends kernels that wait for a lost rank
 
     def _lost(self, what: str, name: str, error: RuntimeError, started: float) -> RankLostError:
         """After a failed collective: who of the group is still there, who said why it stopped, who is gone."""
         first = self.world_rank - self.grid.rank
-        others = [first + member for member in self.grid.members(name) if member != self.grid.rank]
+        members = self.grid.members(name) if name else range(self.grid.parallel.world)
+        others = [first + member for member in members if member != self.grid.rank]
         seconds = time.monotonic() - started
         try:
             self._store.set(f"alive/{self.world_rank}", "")
@@ -392,7 +432,7 @@ class Ranks:
             named = "the rank that keeps the rendezvous (0, unless a launcher keeps it) is gone"
         detail = str(error).splitlines()[0] if str(error) else type(error).__name__
         return RankLostError(
-            f"{what} over {name} ranks failed on rank {self.world_rank} after {seconds:.1f} s: "
+            f"{what}{name and f' over {name} ranks'} failed on rank {self.world_rank} after {seconds:.1f} s: "
             f"{named or f'no rank of {others} is missing'} ({detail})"
         )
 
