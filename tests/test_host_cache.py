@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from generators import ALL_FORMATS, GARBAGE_INDICES, format_id, pages_for_positi
 from sparsemla import reference_attention, sparse_mla_attention
 from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat
+from sparsemla.serving.config import ModelGeometry, Parallelism, ServingConfig, ServingLimits
 from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool
+from sparsemla.serving.host_cache.attend import HostAttention
 from sparsemla.serving.host_cache.hot import HotSet, held_positions
+from sparsemla.serving.metadata import Batch, MetadataBuilder
+from sparsemla.serving.paths import decide
 
 BLOCK = 16
 LENGTHS = [150, 40, 97]
@@ -342,6 +347,35 @@ def test_staged_contexts_hold_the_records(fmt: KVFormat, d_qk: int, device: torc
     for (request, begin, _), page in zip(pieces, bench.host.stage(pieces, bench.table), strict=True):
         want = bench.pool.gather_bytes(torch.tensor(slots_of(bench, [(request, begin)])))
         assert torch.equal(page.gather_bytes(torch.zeros(1, dtype=torch.int64, device=device)).cpu(), want)
+
+
+@pytest.mark.parametrize("staged", [8, 64, 160])
+def test_any_part_of_a_batch(staged: int, device: torch.device) -> None:
+    """Decodes with two query tokens, prefills staged or through the hot buffer, padding; in parts, as ranks do."""
+    bench = Bench(device, staged=staged, max_rows=16)
+    config = ServingConfig(
+        ModelGeometry.preset("glm-5.3"),
+        Parallelism(tp=8),
+        ServingLimits(max_model_len=160, max_num_batched_tokens=16, max_num_seqs=3, spec_tokens=1, block_size=BLOCK),
+        host_cache=True,
+    )
+    builder = MetadataBuilder(config, decide(config, "sparsemla"), device=device)
+    metadata = builder.build(Batch([2, 5, 6], LENGTHS, bench.table, 15))
+    indices, ids = bench.rows([0] * 2 + [1] * 5 + [2] * 6 + [-1] * 2)
+    q = bench.query(15)
+    want = bench.over_whole(q, indices, ids)
+    attend = HostAttention(bench.host, SCALE)
+    for cuts in ([0, 15], [0, 1, 2, 9, 13, 15], [0, 3, 14, 15]):
+        out = torch.full((15, 5, 512), torch.nan, dtype=torch.bfloat16, device=device)
+        lse = torch.full((15, 5), torch.nan, device=device)
+        for begin, end in pairwise(cuts):
+            part = slice(begin, end)
+            attend.rows(q[part], part, indices, metadata, None, out[part], lse[part])
+        torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out.float(), want[0].float(), atol=8e-3, rtol=8e-3)
+    stats = bench.host.stats()
+    assert stats.overflowed == 0
+    assert stats.staged == {8: 0, 64: 4 * 40, 160: 4 * 40 + 4 * 97}[staged]  # in how many parts each has rows
 
 
 @pytest.mark.gpu

@@ -2,11 +2,13 @@
 """A pool in host memory that a GPU reads and writes by itself.
 
 Memory is mapped page by page and then registered with CUDA. PyTorch's own pinned allocator rounds every size up to a
-power of two: harmless for a batch of inputs, half of the machine for a cache of 300 GB.
+power of two: harmless for a batch of inputs, half of the machine for a cache of 300 GB. It serves where a driver
+registers nothing (in some sandboxes).
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 from typing import Any
@@ -61,13 +63,26 @@ def host_pool(
     flat = torch.frombuffer(region, dtype=torch.uint8)
     if pinned:
         status = int(_runtime().cudaHostRegister(flat.data_ptr(), nbytes, _PORTABLE))
-        if status:
-            raise MemoryError(f"num_pages: CUDA does not pin {nbytes:,} bytes of host memory (cudaError {status})")
-        region.registered_at = flat.data_ptr()
+        if status == 0:
+            region.registered_at = flat.data_ptr()
+        else:
+            flat = _allocated(nbytes, status)
     pages = flat.view(num_pages, -1)
     if layout.format is KVFormat.BF16:
         return PagedKVCache.wrap(pages.view(torch.bfloat16).view(num_pages, block_size, layout.d_qk), layout.format)
     return PagedKVCache.wrap(pages, layout.format, block_size)
+
+
+def _allocated(nbytes: int, status: int) -> torch.Tensor:
+    """PyTorch's pinned memory, where the driver registers none of ours (`status` is its answer)."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # takes the error that the runtime remembers
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise MemoryError(
+            f"num_pages: CUDA does not pin {nbytes:,} bytes of host memory (cudaError {status}; {error})"
+        ) from None
 
 
 def _runtime() -> Any:
