@@ -13,6 +13,26 @@ import triton.language as tl
 _BIG = tl.constexpr(2**31 - 1)
 
 
+@triton.jit
+def _lane_of(request, requests, lane_of_request):
+    """-1 for what is no request."""
+    known = (request >= 0) & (request < requests)
+    return tl.load(lane_of_request + request, mask=known, other=-1)
+
+
+@triton.jit
+def _local(position, world, interleave):
+    """A global position as the rank that holds it counts."""
+    return position // (interleave * world) * interleave + position % interleave
+
+
+@triton.jit
+def _missing(fetch, slots, at, inside):
+    """(slot of the host's pool, whether that record is missing) of some entries."""
+    host = tl.load(fetch + at, mask=inside, other=-1)
+    return host, inside & (host >= 0) & (tl.load(slots + at, mask=inside, other=0) < 0)
+
+
 @triton.jit(do_not_specialize=["rows", "topk", "pages", "requests", "num_slots", "rank", "index_row", "table_row"])
 def plan(
     indices, index_row, request_ids, lane_of_request, block_table, table_row, requests, pages,
@@ -29,9 +49,7 @@ def plan(
     lane = tl.program_id(0)
     if lane >= lanes:
         row = lane - lanes
-        request = tl.load(request_ids + row)
-        known = (request >= 0) & (request < requests)
-        mine = tl.load(lane_of_request + request, mask=known, other=-1)
+        mine = _lane_of(tl.load(request_ids + row), requests, lane_of_request)
         if (mine < 0) | (mine >= lanes):
             for first in range(0, topk, BLOCK):
                 column = first + tl.arange(0, BLOCK)
@@ -44,8 +62,7 @@ def plan(
         for first in range(0, rows, ROW_BLOCK):
             row = first + tl.arange(0, ROW_BLOCK)
             request = tl.load(request_ids + row, mask=row < rows, other=-1)
-            known = (row < rows) & (request >= 0) & (request < requests)
-            mine = known & (tl.load(lane_of_request + request, mask=known, other=-1) == lane)
+            mine = _lane_of(request, requests, lane_of_request) == lane
             begin = tl.minimum(begin, tl.min(tl.where(mine, row, rows), 0))
             end = tl.maximum(end, tl.max(tl.where(mine, row + 1, 0), 0))
         tl.store(brought + lane, 0)
@@ -68,8 +85,7 @@ def plan(
             hits = 0
             for row in range(begin, end):
                 request = tl.load(request_ids + row)
-                known = (request >= 0) & (request < requests)
-                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                if _lane_of(request, requests, lane_of_request) == lane:
                     for first in range(0, topk, BLOCK):
                         column = first + tl.arange(0, BLOCK)
                         at = tl.cast(row, tl.int64) * topk + column
@@ -79,7 +95,7 @@ def plan(
                         key = (column < topk) & (position >= 0)
                         if world > 1:
                             key &= position // interleave % world == rank
-                            position = position // (interleave * world) * interleave + position % interleave
+                        position = _local(position, world, interleave)
                         page_at = position // block_size
                         key &= page_at < pages
                         page = tl.load(
@@ -101,18 +117,13 @@ def plan(
 
             # Of several entries that name one missing record, the first in the batch brings it.
             for row in range(begin, end):
-                request = tl.load(request_ids + row)
-                known = (request >= 0) & (request < requests)
-                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
                     for first in range(0, topk, BLOCK):
                         column = first + tl.arange(0, BLOCK)
                         at = tl.cast(row, tl.int64) * topk + column
-                        inside = column < topk
-                        miss = inside & (tl.load(fetch + at, mask=inside, other=-1) >= 0)
-                        miss &= tl.load(slots + at, mask=inside, other=0) < 0
+                        _, miss = _missing(fetch, slots, at, column < topk)
                         position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
-                        if world > 1:
-                            position = position // (interleave * world) * interleave + position % interleave
+                        position = _local(position, world, interleave)
                         tl.atomic_min(directory + position, row * topk + column, mask=miss, sem="relaxed")
 
             # Slots that no row uses now, least recently used first, and the others.
@@ -130,18 +141,13 @@ def plan(
 
             wanted = 0
             for row in range(begin, end):
-                request = tl.load(request_ids + row)
-                known = (request >= 0) & (request < requests)
-                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
                     for first in range(0, topk, BLOCK):
                         column = first + tl.arange(0, BLOCK)
                         at = tl.cast(row, tl.int64) * topk + column
-                        inside = column < topk
-                        host = tl.load(fetch + at, mask=inside, other=-1)
-                        miss = inside & (host >= 0) & (tl.load(slots + at, mask=inside, other=0) < 0)
+                        host, miss = _missing(fetch, slots, at, column < topk)
                         position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
-                        if world > 1:
-                            position = position // (interleave * world) * interleave + position % interleave
+                        position = _local(position, world, interleave)
                         # Past the first-level cache: atomics act behind it.
                         first_of = tl.load(directory + position, mask=miss, other=-1, cache_modifier=".cg")
                         wins = miss & (first_of == row * topk + column)
@@ -158,9 +164,7 @@ def plan(
 
             repeats = 0
             for row in range(begin, end):
-                request = tl.load(request_ids + row)
-                known = (request >= 0) & (request < requests)
-                if tl.load(lane_of_request + request, mask=known, other=-1) == lane:
+                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
                     for first in range(0, topk, BLOCK):
                         column = first + tl.arange(0, BLOCK)
                         at = tl.cast(row, tl.int64) * topk + column
