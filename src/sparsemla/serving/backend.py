@@ -18,6 +18,7 @@ from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.formats import KVFormat, RecordLayout, unpack
 from sparsemla.schedule import SplitSchedule
 from sparsemla.serving.config import ServingConfig
+from sparsemla.serving.context_parallel.records import in_whole_pages, lay_out_pages
 from sparsemla.serving.host_cache.attend import HostAttention
 from sparsemla.serving.host_cache.records import HostRecords
 from sparsemla.serving.metadata import Metadata, PrefillChunk, copy_page_rows
@@ -33,7 +34,7 @@ Query: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 AllGather: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """all_gather(output (world · n, ...), input (n, ...)): every rank's input, in rank order, on every rank."""
 
-_COPY_TILE = 2048
+_COPY_TILE = 16_384
 """Records dequantised at a time while a context is copied: bounds what the copy takes beyond the workspace."""
 
 _RECORD_TILE = 32_768
@@ -264,7 +265,12 @@ class SparseMLABackend:
         gathered = scratch[: chunk.rows * self.path.context_world]
         mine = gathered[self._shard[0] * chunk.rows :][: chunk.rows]
         layout = self._layout(cache)
+        whole_pages = self._host is None and cache is not None and in_whole_pages(cache, gathered.shape[1])
         for index, (start, length) in enumerate(zip(chunk.starts, chunk.local_lens, strict=True)):
+            if whole_pages and cache is not None and start % cache.block_size == 0:
+                pages = metadata.block_table[chunk.first_request + index, : -(-length // cache.block_size)]
+                lay_out_pages(cache, pages, mine[start:][: pages.shape[0] * cache.block_size])
+                continue
             tiles = self._records(cache, metadata, chunk.first_request + index, length, _RECORD_TILE)
             for begin, end, records in tiles:
                 mine[start + begin : start + end, : layout.record_bytes].copy_(records)

@@ -18,7 +18,7 @@ from math import gcd
 import torch
 
 from sparsemla.serving.config import ServingConfig
-from sparsemla.serving.paths import Path
+from sparsemla.serving.paths import Path, PathKind
 
 COPY_PAGE_ROWS = 64
 """Rows of a page of the bf16 copy, at most: each request's copy starts on a page, so positions need no conversion."""
@@ -246,7 +246,10 @@ class MetadataBuilder:
         path = self.path
         gathered = path.gathers_prefill
         world = path.context_world if gathered else 1
-        page = 1 if gathered else copy_page_rows(path)
+        # Gathered as stored, a request begins on a page of its own: whole pages are copied.
+        page = copy_page_rows(path)
+        if gathered:
+            page = self.config.limits.block_size if path.kind is PathKind.IN_PLACE else 1
         # Every rank takes the rows of the rank that holds most, so that all shards gather alike.
         needs = [-(-local_length(tokens, 0, world, path.interleave) // page) * page for tokens in seq_lens[decodes:]]
         chunks = []

@@ -188,8 +188,8 @@ def _decide_sparsemla(config: ServingConfig) -> Path:
     if config.gathers_prefill_kv:
         reason += "; prefill rows read the dcp ranks' records, gathered as they are stored"
         # The longest request and no more: requests are gathered one after the other.
-        dcp, interleave = config.parallel.dcp, config.parallel.interleave
-        prefill_rows = _padded(config.limits.max_model_len, dcp * interleave)
+        # The block size is a multiple of the interleave.
+        prefill_rows = _padded(config.limits.max_model_len, config.parallel.dcp * config.limits.block_size)
     return Path(
         policy=Policy.SPARSEMLA,
         kind=PathKind.IN_PLACE,

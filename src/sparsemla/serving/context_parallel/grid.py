@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank is what: pure arithmetic over the ranks of one replica, and over the positions they hold.
+"""Which rank is what: pure arithmetic over the ranks of one replica.
 
 Ranks of a replica are numbered ``pcp_rank · tp + tp_rank``; replicas follow each other in the world. The ranks that
 share a cache are first the PCP ranks (which have the same query heads), beyond them the TP ranks:
@@ -97,18 +97,3 @@ def all_groups(parallel: Parallelism, name: str) -> tuple[tuple[int, ...], ...]:
     for rank in range(parallel.world):
         seen.setdefault(RankGrid(parallel, rank).members(name))
     return tuple(seen)
-
-
-def owner_of(position: int, world: int, interleave: int) -> int:
-    """The shard that holds a position."""
-    return position // interleave % world
-
-
-def local_position(position: int, world: int, interleave: int) -> int:
-    """The position's number among those its shard holds."""
-    return position // (interleave * world) * interleave + position % interleave
-
-
-def global_position(local: int, shard: int, world: int, interleave: int) -> int:
-    """The position whose number on `shard` is `local`: the inverse of owner_of and local_position."""
-    return (local // interleave * world + shard) * interleave + local % interleave

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsemla.cache import PagedKVCache
-from sparsemla.formats import KVFormat, ScaleStyle, pack
+from sparsemla.formats import ScaleStyle, pack
 from sparsemla.serving.context_parallel.ranks import Ranks
 from sparsemla.serving.metadata import Batch, count_decodes
 from sparsemla.serving.paths import Path, PathKind
@@ -160,10 +160,3 @@ def share_new_records(
 def _on(device: torch.device, host: torch.Tensor) -> torch.Tensor:
     """`host` on the device, without waiting for it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def bytes_a_record(path: Path, cache: PagedKVCache) -> int:
-    """Bytes of one record between ranks: as stored, or upconverted to bf16."""
-    if path.kind is PathKind.IN_PLACE or cache.format is KVFormat.BF16:
-        return cache.layout.record_bytes
-    return 2 * cache.d_qk
