@@ -122,6 +122,7 @@ def test_a_captured_decode_step_replays_the_next_batch(comm: str, tmp_path: Path
 
 
 def lose_rank_1(rank: int, world: int, init_method: str, how: str) -> str:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else its watchdog may end the process first, without a name
     device = torch.device("cuda", rank)
     spec = Spec(2, 2, 1)
     config = spec.config()

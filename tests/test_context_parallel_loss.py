@@ -15,6 +15,7 @@ import torch
 
 from context_cases import Spec, run_case
 from context_ranks import Ended, run_ranks
+from sparsemla import audit
 from sparsemla.serving.config import Parallelism
 from sparsemla.serving.context_parallel.exchange import exchange_for
 from sparsemla.serving.context_parallel.ranks import Ranks
@@ -140,19 +141,26 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     assert (end.error, end.message) == ("RankLostError", "rank 1 did not come within 3 s")
 
 
-def over_tcp(rank: int, world: int, _file: str, port: int, spec: Spec) -> list[str]:
+def over_tcp(rank: int, world: int, _file: str, port: int, spec: Spec) -> tuple[list[str], dict[str, tuple[int, int]]]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     with Ranks.connect(spec.config().parallel, timeout_s=20) as ranks:
-        run_case(spec, ranks, seed=3, device=CPU)
-        return ranks.tell(f"done {rank}")
+        with audit.watch() as ledger:
+            run_case(spec, ranks, seed=3, device=CPU)
+        regions = {name: ledger.region(f"attention/{name}") for name in ("exchange_received", "exchange_sent")}
+        return ranks.tell(f"done {rank}"), {name: (each.nbytes, each.dead) for name, each in regions.items()}
 
 
-def test_a_tcp_rendezvous(tmp_path: Path) -> None:
+def test_a_tcp_rendezvous_and_what_the_audit_sees(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for end in run_ranks(2, over_tcp, port, Spec(2, 2, 1), where=tmp_path):
-        assert end.result == ["done 0", "done 1"], end
+        assert not end.error, end
+        said, regions = end.result
+        assert said == ["done 0", "done 1"]
+        for nbytes, dead in regions.values():
+            assert nbytes == 40 * 2 * 8 * 576 * 2  # a tile is the largest step here: 40 rows, 8 heads of each rank
+            assert 0 < dead < nbytes  # the step has 19 rows
 
 
 def test_arguments_of_the_rendezvous() -> None:
