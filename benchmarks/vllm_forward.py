@@ -60,19 +60,27 @@ SMALL: dict[str, tuple[list[int], list[int], int]] = {
 
 
 class Report:
-    """Lines for a reader and rows for a program."""
+    """Lines for a reader and rows for a program, written anew after each, so that a run may end at any moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self.rows: list[dict[str, Any]] = []
         self.wrong = 0
+        self.path, self.about = path, about
 
     def add(self, **row: Any) -> None:
         """One row, printed as it comes."""
         self.rows.append(row)
         print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """Everything so far, if there is a file for it."""
+        if self.path is not None:
+            written = {**self.about, "wrong": self.wrong, "rows": self.rows}
+            self.path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
     def check(self, error: float, limit: float = TOLERANCE) -> str:
-        """ "ok", or "WRONG", which counts. NaN is wrong."""
+        """The word "ok", or "WRONG", which counts. NaN is wrong."""
         if error < limit:
             return "ok"
         self.wrong += 1
@@ -80,13 +88,9 @@ class Report:
 
 
 def _short(value: Any) -> str:
-    return (
-        f"{value:.2e}"
-        if isinstance(value, float) and abs(value) < 0.1
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.2e}" if abs(value) < 0.1 else f"{value:.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def own_backend() -> Any:
@@ -350,7 +354,8 @@ def main() -> int:
     )
     if peer is not None and note:
         print(note)
-    report = Report()
+    about = {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": gpu, "note": note}
+    report = Report(given.out, about)
     begin = time.monotonic()
     heads_list = [int(part) for part in given.heads.split(",")]
     for heads in heads_list:
@@ -371,9 +376,7 @@ def main() -> int:
             replay(report, heads, given.topk, device, ours)
     for heads, world in ((16, 2), (128, 8)):
         shards(report, heads, world, given.topk, device, ours)
-    if given.out is not None:
-        about = {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": gpu, "note": note, "wrong": report.wrong}
-        given.out.write_text(json.dumps({**about, "rows": report.rows}, indent=1) + "\n", encoding="utf-8")
+    report.save()
     print("all right" if not report.wrong else f"{report.wrong} WRONG")
     return int(bool(report.wrong))
 

@@ -25,7 +25,7 @@ from vllm.v1.worker import workspace
 
 from generators import relative_error
 from sparsemla import reference_attention
-from sparsemla.integrations.vllm import plugin
+from sparsemla.integrations.vllm import plugin, warmup
 from sparsemla.integrations.vllm.versions import TESTED, UnsupportedVllmError, installed
 from vllm_batches import (
     BLOCK,
@@ -282,6 +282,29 @@ def test_short_tails_of_prefills_are_exchanged_under_pcp() -> None:
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_decodes_are_told_by_their_length(dcp: int) -> None:
     assert builder(spec_tokens=3, dcp=dcp).reorder_batch_threshold == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [
+        ({}, 16),
+        ({"dcp": 4}, 64),
+        ({"pcp": 2}, 16),
+        *([({"pcp": 2, "dcp": 2}, 16), ({"pcp": 2, "dcp": 4, "tp": 2}, 32)] if NEW else []),
+    ],
+    ids=str,
+)
+def test_kernels_are_there_for_every_size_that_is_captured(
+    changes: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    real = warmup.sparse_mla_attention
+    monkeypatch.setattr(warmup, "sparse_mla_attention", lambda q, *a, **k: seen.append(q.shape[:2]) or real(q, *a, **k))
+    config = vllm_config(**{name: value for name, value in changes.items() if name != "tp"})
+    config.parallel_config.tensor_parallel_size = changes.get("tp", 1)
+    config.compilation_config.cudagraph_capture_sizes = [4, 1, 2]
+    assert warmup.warm_up(config, cache_spec(576, "fp8_ds_mla"), torch.device("cpu")) == [1, 2, 4]
+    assert seen == [(1, heads), (2, heads), (4, heads)]
 
 
 # -- the forward ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 ``backend.py``   what vLLM asks before it starts: capabilities, cache shape
 ``metadata.py``  what a step's batch looks like, once a step
 ``context.py``   prefill and decode context parallelism together: the records of a prefill, gathered
+``warmup.py``    kernels compiled and loaded before graphs are captured
 ``impl.py``      the forward of one layer
 
 Importing this package imports no vllm.

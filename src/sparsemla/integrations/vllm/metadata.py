@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
 from sparsemla.integrations.vllm.backend import RELEASE
 from sparsemla.integrations.vllm.context import Gather, plan_gathers
 from sparsemla.integrations.vllm.versions import UnsupportedVllmError
+from sparsemla.integrations.vllm.warmup import warm_up
 
 
 @dataclass
@@ -81,6 +82,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.rows = torch.arange(rows, dtype=torch.int32, device=device)
         self.request_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            warm_up(vllm_config, kv_cache_spec, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
