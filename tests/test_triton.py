@@ -12,6 +12,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ PARTS: dict[str, list[str]] = {
         *(f"test_heads_and_formats[{fmt}-{heads}]" for fmt in FORMATS for heads in (1, 7)),
         *(f"test_everything_at_once[3-{fmt}]" for fmt in FORMATS),
         *(f"test_block_sizes[{fmt}-61]" for fmt in FORMATS),
+        *(f"test_records_that_wait_in_shared_memory[{fmt}]" for fmt in FORMATS[::2]),
         "test_heads_and_formats[fp8_ds_mla-576-64]",
         "test_extra_of_another_format",
         "test_query_as_a_pair",
@@ -70,16 +73,16 @@ PARTS: dict[str, list[str]] = {
         "test_a_plan_made_from_other_lengths_is_slower_not_wrong[64]",
         "test_scratch_is_the_accumulators_and_nothing_else",
         "test_the_kernel_s_own_plan_as_a_plan",
+        "test_tuning_writes_the_fastest_shape",
     ],
 }
-"""What the interpreter runs, in three processes. The whole matrix takes it several minutes."""
+"""What the interpreter runs, in three processes, two at a time. The whole matrix takes it several minutes."""
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_in_the_interpreter(part: str) -> None:
+def interpret(part: str) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-rN"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *(f"{here / 'test_triton_matrix.py'}::{name}" for name in PARTS[part])],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         cwd=here.parent,
@@ -87,6 +90,17 @@ def test_in_the_interpreter(part: str) -> None:
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    with ThreadPoolExecutor(2) as pool:
+        yield {part: pool.submit(interpret, part) for part in PARTS}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_in_the_interpreter(part: str, parts: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    done = parts[part].result()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
@@ -194,7 +208,9 @@ def test_the_user_s_table_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path:
     shapes.shape_for.cache_clear()
 
 
-@pytest.mark.parametrize("wrong", [{"heads": 8}, {"keys": 48}, {"warps": 3}, {"registers": 300}, {"per_sm": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"heads": 8}, {"keys": 48}, {"warps": 3}, {"registers": 300}, {"per_sm": 0}, {"stages": 0}]
+)
 def test_shapes_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         shapes.Shape(**{"heads": 16, "keys": 32, "warps": 4, "registers": 0, "per_sm": 1, **wrong})

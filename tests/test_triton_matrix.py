@@ -8,8 +8,11 @@ only collected in processes of its own, which test_triton.py starts for a part o
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,6 +221,41 @@ def test_the_kernel_s_own_plan_as_a_plan(runner: Runner) -> None:
     plan = portable.plan(rows=2, heads=3, topk=300, extra_topk=70, device=runner.device)
     assert sorted({(item.begin_block, item.end_block) for item in plan.work() if item.first_request == 0})[0][0] == 0
     check_call(call, runner, schedule=plan)
+
+
+@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
+def test_records_that_wait_in_shared_memory(
+    fmt: KVFormat, d_qk: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes with stages: several tiles are on their way, fewer where a row ends early."""
+    from sparsemla.kernels.triton import launch
+
+    setting = launch.setting_of(runner.device, fmt, 20)
+    shape = launch.Shape(heads=16, keys=16, warps=4, registers=0, per_sm=1, stages=3)
+    made = launch.Setting(setting.arch, shape, setting.slots)
+    monkeypatch.setattr(launch, "setting_of", lambda *_: made)
+    sizes = {"rows": 3, "heads": 17, "topk": 60, "num_pages": 4, "extra_topk": 20}
+    call = random_call(fmt=fmt, d_qk=d_qk, **sizes, masked=0.3, lengths=True, sink=True)
+    check_call(call, runner)
+
+
+def test_tuning_writes_the_fastest_shape(runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole of it, over two shapes and a small call; the entry is what the kernel takes from then on."""
+    from sparsemla.kernels.triton import launch, shapes, tune
+
+    one, two = (shapes.Shape(16, keys, 4, 0, 1, stages=stages) for keys, stages in ((16, 1), (32, 2)))
+    table = tmp_path / "shapes.json"
+    monkeypatch.setenv(shapes.ENVIRONMENT, str(table))
+    monkeypatch.setattr(tune, "candidates", lambda arch, heads: [one, two])
+    monkeypatch.setattr(tune, "time_call", lambda action: (action(), 1.0 if len(seen) == 1 else 2.0)[1])
+    seen: list[tune.Trial] = []
+    found = tune.tune(device=runner.device, fmt=KVFormat.FP8_V41, rows=1, topk=40, records=70, progress=seen.append)
+    assert [trial.note for trial in seen] == [""] * 6 and set(found) == {16, 128}
+    assert found[16][0].shape == one and [trial.microseconds for trial in found[16]] == [1.0, 2.0, 2.0]
+    arch = launch.setting_of(runner.device, KVFormat.FP8_V41, 1).arch
+    few, many = json.loads(table.read_text())[arch]["fp8_v41"]
+    assert few == {"up_to": 16, **dataclasses.asdict(one)}
+    assert many == {"up_to": 128, **dataclasses.asdict(found[128][0].shape)}
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from sparsemla.bench import peers as peers_module
 from sparsemla.bench import plot as plot_module
 from sparsemla.bench import readme as readme_module
 from sparsemla.bench import report, runner, shapes
-from sparsemla.cli import UserError
+from sparsemla.cli import UserError, tuning
 from sparsemla.formats import KVFormat, record_layout
 
 _GPU = ("16,64,128", "1,8,64,8192", "32K,1M")
@@ -58,6 +58,14 @@ def bench(
             "--readme", help="Measure nothing: write the figures in README.md and docs/ anew from benchmarks/results/."
         ),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Only time tile shapes of the Triton kernel on this GPU, for --formats and --topk within --budget, "
+            "and write the best into your own table, which is used from then on.",
+        ),
+    ] = False,
 ) -> None:
     """Time our kernels against every peer found here: same tensors, same process, in turn, after a check in float64.
 
@@ -66,6 +74,9 @@ def bench(
     if readme:
         changed = readme_module.update(Path.cwd())
         typer.echo("\n".join(f"written: {path}" for path in changed) or "nothing to change")
+        return
+    if tune:
+        tuning.tune(formats=[KVFormat.parse(text) for text in _parts(formats)], device=device, topk=topk, budget=budget)
         return
     where = _device(device)
     defaults = _GPU if where.type == "cuda" else _CPU

@@ -3,9 +3,9 @@
 
 ``python -m sparsemla.kernels.triton.resources`` compiles every variant of the table of shapes for every architecture
 and prints what it takes; ``--write FILE`` keeps that, with a fingerprint of what it was made from; ``--only sm_89``
-limits it. Exit status 1 where a variant exceeds a card's limits. A test compares the committed table with the
-fingerprint and with the limits, and compiles a part of it again, so that a variant that cannot launch fails there and
-not at a user.
+limits it. Exit status 1 where a variant exceeds a card's limits, or spills more than we accept. A test compares the
+committed table with the fingerprint and with the limits, and compiles a part of it again, so that a variant that cannot
+launch fails there and not at a user.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ SM_REGISTERS = 65_536
 """32-bit registers of an SM, all NVIDIA architectures here."""
 CDNA_REGISTERS = 512
 """Vector registers (architectural and accumulation) of a work-item at one wavefront a SIMD, CDNA 3."""
+STACK_BYTES = {False: 384, True: 1536}
+"""Stack a thread of a plain and of a full variant may take, which is what the compiler spilled. A limit of ours: the
+measured variants stay below it, and ptxas now and then gives a variant up with 32 registers and 9 KB of stack."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Variant:
             return f"{self.arch} combine {fmt.value}-{width}"
         shape = self.shape
         sizes = f"{shape.heads}x{shape.keys} {shape.warps}w r{shape.registers}"
+        if shape.stages > 1:
+            sizes += f" s{shape.stages}"
         return f"{self.arch} {fmt.value}-{width} {sizes} {'full' if self.full else 'plain'}"
 
 
@@ -125,10 +130,13 @@ def variants(architectures: Sequence[str] = ARCHITECTURES) -> Iterator[Variant]:
 
 
 def excess(variant: Variant, taken: Taken) -> str | None:
-    """Why the variant cannot launch, or not as often at once as its shape says; None when it can."""
+    """Why the variant cannot launch, or not as often at once as its shape says, or spills too much; None when it is
+    fit for use."""
     shared = SHARED_BYTES[variant.arch]
     if taken.shared > shared:
         return f"takes {taken.shared} bytes of shared memory, {variant.arch} has {shared} for a block"
+    if taken.stack > STACK_BYTES[variant.full]:
+        return f"takes {taken.stack} bytes of stack a thread, {STACK_BYTES[variant.full]} are accepted"
     if not variant.arch.startswith("sm_"):
         if taken.registers > CDNA_REGISTERS:
             return f"takes {taken.registers} vector registers, {variant.arch} has {CDNA_REGISTERS}"
@@ -171,6 +179,7 @@ def compile_variant(variant: Variant) -> Any:
             "HEADS": variant.shape.heads,
             "KEYS": variant.shape.keys,
             "CONVERT": conversion(arch),
+            "STAGES": variant.shape.stages,
         }
         if not variant.full:
             absent |= {"accumulators", "sink", "lengths", "block_table", "request_ids"}

@@ -7,17 +7,18 @@ Nothing here runs by itself; see shapes.py for the tables.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat, record_layout
 from sparsemla.kernels.call import AttentionCall
-from sparsemla.kernels.triton.launch import architecture, device_index, run, setting_of
+from sparsemla.kernels.triton.launch import run, setting_of
 from sparsemla.kernels.triton.resources import SM_REGISTERS
 from sparsemla.kernels.triton.shapes import REGISTERS_PER_THREAD, Shape, user_table, write_entry
 from sparsemla.schedule import SplitSchedule
@@ -47,14 +48,18 @@ def candidates(arch: str, heads: int) -> list[Shape]:
     tiles = (16,) if heads <= 16 else (32,) if heads <= 32 else (32, 64)
     found = []
     for tile in tiles:
-        for keys, warps in ((32, 4), (64, 4), (32, 8), (64, 8)):
+        for keys, warps in ((32, 4), (64, 4), (32, 8), (64, 8), (128, 8)):
             if not arch.startswith("sm_"):
                 found.append(Shape(tile, keys, warps, 0, 1))
                 continue
             for per_sm in (1, 2, 3, 4):
                 room = SM_REGISTERS // (32 * warps * per_sm) // 8 * 8
-                if room >= 128 and (warps * per_sm >= 8):
-                    found.append(Shape(tile, keys, warps, 0 if room > REGISTERS_PER_THREAD else room, per_sm))
+                if room < 128 or warps * per_sm < 8:
+                    continue
+                registers = 0 if room > REGISTERS_PER_THREAD else room
+                found.append(Shape(tile, keys, warps, registers, per_sm))
+                if registers == 0:
+                    found.append(Shape(tile, keys, warps, registers, per_sm, stages=3))
     return found
 
 
@@ -90,10 +95,15 @@ def sample_call(
 
 
 def time_call(action: Callable[[], None], *, repeats: int = 5) -> float:
-    """Median microseconds of `action` on the current stream, after one call that does not count."""
+    """Median microseconds of `action`, on a GPU on its current stream, after one call that does not count."""
     action()
     times = []
     for _ in range(repeats):
+        if not torch.cuda.is_available():
+            begun = time.perf_counter()
+            action()
+            times.append((time.perf_counter() - begun) * 1e6)
+            continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         action()
@@ -104,19 +114,25 @@ def time_call(action: Callable[[], None], *, repeats: int = 5) -> float:
 
 
 def trials(
-    call: AttentionCall, shapes: Sequence[Shape] | None = None, *, progress: Callable[[Trial], None] | None = None
+    call: AttentionCall,
+    shapes: Sequence[Shape] | None = None,
+    *,
+    until: float | None = None,
+    progress: Callable[[Trial], None] | None = None,
 ) -> list[Trial]:
     """Times a call with each shape (None: the shape in use and all candidates); fastest first, those that fail last.
 
     Every answer is compared with that of the first shape that runs; one that differs by more than float16's rounding
-    counts as failed.
+    counts as failed. From `until` (of time.monotonic) on nothing is begun but the first shape.
     """
     setting = setting_of(call.device, call.cache.format, call.num_heads)
     if shapes is None:
         shapes = list(dict.fromkeys((setting.shape, *candidates(setting.arch, call.num_heads))))
     want: torch.Tensor | None = None
-    done = []
+    done: list[Trial] = []
     for shape in shapes:
+        if done and until is not None and time.monotonic() > until:
+            break
         try:
             call.out.fill_(torch.nan)
             microseconds: float | None = time_call(lambda shape=shape: run(call, shape=shape))  # type: ignore[misc]
@@ -125,7 +141,7 @@ def trials(
                 want = call.out.clone()
             elif not float((call.out.float() - want.float()).norm() / want.float().norm()) < 5e-3:
                 microseconds, note = None, "another answer than the shape before"
-        except OutOfResources as error:
+        except (OutOfResources, PTXASError) as error:
             microseconds, note = None, str(error)
         done.append(Trial(shape, microseconds, note))
         if progress is not None:
@@ -140,6 +156,7 @@ def tune(
     rows: int = 2048,
     topk: int = 2048,
     records: int = 131072,
+    until: float | None = None,
     path: Path | None = None,
     progress: Callable[[Trial], None] | None = None,
 ) -> dict[int, list[Trial]]:
@@ -149,6 +166,7 @@ def tune(
         device: a CUDA or HIP device.
         fmt: cache format; the entry is for it alone.
         rows, topk, records: the call measured: query rows, keys of each, distinct records.
+        until: of time.monotonic: after it no further shape is tried. Each takes seconds to compile.
         path: the table; by default the user's (shapes.user_table).
         progress: called after each trial.
 
@@ -159,15 +177,16 @@ def tune(
         RuntimeError: no shape runs on this device.
     """
     device, fmt = torch.device(device), KVFormat.parse(fmt)
+    arch = setting_of(device, fmt, HEAD_CLASSES[0]).arch
     results: dict[int, list[Trial]] = {}
     for up_to in HEAD_CLASSES:
         call = sample_call(rows=rows, heads=MEASURED_HEADS[up_to], topk=topk, records=records, fmt=fmt, device=device)
-        results[up_to] = trials(call, progress=progress)
+        results[up_to] = trials(call, until=until, progress=progress)
         if results[up_to][0].microseconds is None:
             raise RuntimeError(f"no shape runs with {MEASURED_HEADS[up_to]} heads: {results[up_to][0].note}")
     write_entry(
         user_table() if path is None else path,
-        architecture=architecture(device_index(device)),
+        architecture=arch,
         fmt=fmt,
         shapes=[(up_to, found[0].shape) for up_to, found in results.items()],
     )
