@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -74,6 +75,8 @@ TRIALS: dict[int, tuple[Shape, ...]] = {
     ),
 }
 """Tile shapes tried beside the table's, by number of heads, the likeliest first."""
+OTHER_TRIALS = (Shape(32, 64, 8, 0, 1, stages=3), Shape(64, 32, 8, 0, 1, stages=3))
+"""Those tried with 64 heads of the other formats."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,10 @@ def jobs(heads: list[int], *, trials: bool) -> list[Job]:
         longest = max(map(len, TRIALS.values()))
         tried = [(max(s[i].heads, 16), s[i]) for i in range(longest) for s in TRIALS.values() if i < len(s)]
         found += [Job(FMT, count, shape, False) for count, shape in dict.fromkeys(tried)]
-    found += [Job(fmt, count, None, False) for fmt in KVFormat if fmt is not FMT for count in (64, 16)]
+    rest = [fmt for fmt in KVFormat if fmt is not FMT]
+    found += [Job(fmt, count, None, False) for fmt in rest for count in (64, 16)]
+    if trials:
+        found += [Job(fmt, 64, shape, False) for fmt in rest for shape in OTHER_TRIALS]
     return found
 
 
@@ -206,11 +212,16 @@ def row_of(problem: Problem, fmt: KVFormat, found: list[peers_module.Peer], devi
 
 
 def trial_of(
-    problem: Problem, shape: Shape, want: torch.Tensor | None, device: torch.device
+    problem: Problem, fmt: KVFormat, shape: Shape, want: torch.Tensor | None, device: torch.device
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """The time of another tile shape, and its answer; no time where that differs from `want` by more than rounding."""
-    trial: dict[str, Any] = {"heads": problem.case.heads, "tokens": problem.case.tokens, "shape": str(shape)}
-    call = call_of(problem, FMT, SplitSchedule.unsplit(problem.case.tokens, heads=problem.case.heads))
+    trial: dict[str, Any] = {
+        "format": fmt.value,
+        "heads": problem.case.heads,
+        "tokens": problem.case.tokens,
+        "shape": str(shape),
+    }
+    call = call_of(problem, fmt, SplitSchedule.unsplit(problem.case.tokens, heads=problem.case.heads))
     problem.out.fill_(torch.nan)
     try:
         run(call, shape=shape)
@@ -248,6 +259,31 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
+def markdown(results: dict[str, Any]) -> str:
+    """What docs/portable-kernel.md quotes of a triton.json: times, ratios to FlashMLA, the best shapes tried."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [f"`{results['command']}` on one {results['gpu']} ({versions}).", ""]
+    rows = {(row["format"], row["heads"], row["batch"] * row["s_q"]): row for row in results["rows"]}
+    tokens = sorted({key[2] for key in rows})
+    lines += ["| cache | heads | " + " | ".join(f"T {count}" for count in tokens) + " |"]
+    lines += ["| --- " * (2 + len(tokens)) + "|"]
+    for fmt, heads in sorted({key[:2] for key in rows}, key=lambda key: (key[0] != FMT.value, *key)):
+        cells = [rows.get((fmt, heads, count), {}) for count in tokens]
+        texts = [f"{cell['ours_us']:,.1f}" if cell.get("ours_us") else "" for cell in cells]
+        texts = [f"{a} ({b['ratio']:.2f} ×)" if "ratio" in b else a for a, b in zip(texts, cells, strict=True)]
+        lines.append(f"| {fmt} | {heads} | " + " | ".join(texts) + " |")
+    groups = sorted({(trial["format"], trial["heads"]) for trial in results["trials"]}, key=lambda key: key[::-1])
+    for fmt, heads in groups:
+        of_group = [trial for trial in results["trials"] if (trial["format"], trial["heads"]) == (fmt, heads)]
+        tried = [trial for trial in of_group if trial["us"] is not None]
+        best = min(tried, key=lambda trial: trial["us"])
+        peer = rows.get((fmt, heads, best["tokens"]), {}).get("peer_us")
+        against = "" if peer is None else f", {peer / best['us']:.2f} × FlashMLA"
+        where = f"{fmt}, {heads} heads, T {best['tokens']}, best of {len(tried)} shapes"
+        lines += ["", f"{where}: `{best['shape']}`, {best['us']:,.1f} µs{against}."]
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Compiles, checks, times, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,8 +295,12 @@ def main() -> int:
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this, interpreted")
     parser.add_argument("--no-trials", action="store_true", help="only the shapes of the table")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="only print what documents quote of FILE")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
+    if given.markdown is not None:
+        print(markdown(json.loads(given.markdown.read_text(encoding="utf-8"))))
+        return 0
     begin = time.monotonic()
     pool = parse_count(given.pool, "pool")
     heads = [int(part) for part in given.heads.split(",")]
@@ -308,17 +348,18 @@ def main() -> int:
                 row = row_of(problem, fmt, [], device)
                 failed |= row["ours_us"] is None
                 keep("rows", row, line_of(row))
-    for case in [] if given.no_trials else largest:
-        problem = bank.problem(case, [FMT])
+    tried = [] if given.no_trials else [(bank.problem(case, [FMT]), FMT, TRIALS[case.heads]) for case in largest]
+    for case in [] if given.no_trials else [case for case in largest if case.heads == 64]:
+        tried += [(problem, fmt, OTHER_TRIALS) for problem, fmt in others(bank, case)]
+    for problem, fmt, candidates in tried:
         want: torch.Tensor | None = None
-        for shape in dict.fromkeys((setting_of(device, FMT, case.heads).shape, *TRIALS[case.heads])):
+        for shape in dict.fromkeys((setting_of(device, fmt, problem.case.heads).shape, *candidates)):
             if late():
                 break
-            trial, got = trial_of(problem, shape, want, device)
+            trial, got = trial_of(problem, fmt, shape, want, device)
             want = got if want is None else want
-            keep(
-                "trials", trial, f"h {case.heads:3} {_number(trial['us'], '9.1f')} µs  {shape} {trial.get('note', '')}"
-            )
+            text = f"{fmt.value:10} h {problem.case.heads:3} {_number(trial['us'], '9.1f')} µs  {shape}"
+            keep("trials", trial, f"{text} {trial.get('note', '')}")
     print(f"{time.monotonic() - begin:.0f} s in all")
     return int(failed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,15 @@ def test_in_the_interpreter(part: str, parts: dict[str, Future[subprocess.Comple
     done = parts[part].result()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_the_page_quotes_the_results() -> None:
+    """Its times are what the benchmark makes of benchmarks/results/triton.json."""
+    root = Path(__file__).parent.parent
+    source = root / "benchmarks" / "triton_h200.py"
+    names = runpy.run_path(str(source))
+    quoted = names["markdown"](json.loads((root / "benchmarks" / "results" / "triton.json").read_text()))
+    assert quoted in (root / "docs" / "portable-kernel.md").read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------ how work is cut
