@@ -76,6 +76,24 @@ def test_it_tunes_every_format_and_says_where(
     assert all(time.monotonic() < one["until"] <= time.monotonic() + 9 for one in given)
 
 
+def test_the_classes_of_heads_share_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from sparsemla.kernels.triton import tune
+
+    untils: list[float | None] = []
+
+    def trials(call: Any, *, until: float | None, progress: Any) -> list[tune.Trial]:
+        untils.append(until)
+        return [tune.Trial(tune.setting_of(call.device, call.cache.format, call.num_heads).shape, 1.0)]
+
+    monkeypatch.setattr(tune, "trials", trials)
+    begin = time.monotonic()
+    for until in (begin + 1000.0, None):
+        tune.tune(device="cpu", rows=1, topk=4, records=64, until=until, path=tmp_path / "shapes.json")
+    assert untils[0] is not None and begin + 499.0 < untils[0] < begin + 501.0
+    assert untils[1:] == [pytest.approx(begin + 1000.0), None, None]
+
+
 def test_trials_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape that does not fit, one with another answer, and those that time does not allow."""
     pytest.importorskip("triton")

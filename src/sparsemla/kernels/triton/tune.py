@@ -142,7 +142,7 @@ def trials(
             elif not float((call.out.float() - want.float()).norm() / want.float().norm()) < 5e-3:
                 microseconds, note = None, "another answer than the shape before"
         except (OutOfResources, PTXASError) as error:
-            microseconds, note = None, str(error)
+            microseconds, note = None, str(error).strip().partition("\n")[0]
         done.append(Trial(shape, microseconds, note))
         if progress is not None:
             progress(done[-1])
@@ -166,7 +166,8 @@ def tune(
         device: a CUDA or HIP device.
         fmt: cache format; the entry is for it alone.
         rows, topk, records: the call measured: query rows, keys of each, distinct records.
-        until: of time.monotonic: after it no further shape is tried. Each takes seconds to compile.
+        until: of time.monotonic: after it no further shape is tried. Each takes seconds to compile. The classes get
+            equal shares of the time.
         path: the table; by default the user's (shapes.user_table).
         progress: called after each trial.
 
@@ -178,10 +179,12 @@ def tune(
     """
     device, fmt = torch.device(device), KVFormat.parse(fmt)
     arch = setting_of(device, fmt, HEAD_CLASSES[0]).arch
+    begin = time.monotonic()
     results: dict[int, list[Trial]] = {}
-    for up_to in HEAD_CLASSES:
+    for place, up_to in enumerate(HEAD_CLASSES, start=1):
+        share = None if until is None else begin + (until - begin) * place / len(HEAD_CLASSES)
         call = sample_call(rows=rows, heads=MEASURED_HEADS[up_to], topk=topk, records=records, fmt=fmt, device=device)
-        results[up_to] = trials(call, until=until, progress=progress)
+        results[up_to] = trials(call, until=share, progress=progress)
         if results[up_to][0].microseconds is None:
             raise RuntimeError(f"no shape runs with {MEASURED_HEADS[up_to]} heads: {results[up_to][0].note}")
     write_entry(
