@@ -15,6 +15,7 @@ from generators import (
     ALL_FORMATS,
     Golden,
     format_id,
+    kept,
     pages_for_positions,
     random_cache,
     random_call,
@@ -75,7 +76,7 @@ def test_agrees_with_a_plain_computation(fmt: KVFormat, d_qk: int, features: str
 
 def test_agrees_with_the_recorded_answers(golden: Golden) -> None:
     out, lse = reference_attention(*golden.call.args, **golden.call.kwargs)
-    assert relative_error(golden.out, out) < 2.2e-3
+    assert relative_error(golden.out, kept(out)) < 2.2e-3
     assert torch.equal(lse.isfinite(), golden.lse.isfinite())
     finite = lse.isfinite()
     assert float((lse[finite] - golden.lse[finite]).abs().max()) < 2e-6
