@@ -175,8 +175,11 @@ def test_the_device_code_follows_the_model_in_the_interpreter() -> None:
     code = (
         "import torch, test_host_cache as t\n"
         "from sparsemla.serving.host_cache.moving import device_code\n"
+        "from sparsemla.serving.host_cache import hot\n"
         "assert device_code('cpu') is not None\n"
         "torch.manual_seed(1)\n"
+        "t.check_plan('cpu', steps=20)\n"
+        "hot._BLOCK, hot._SLOT_BLOCK, hot._ROW_BLOCK = 4, 16, 2\n"  # several blocks of each
         "t.check_plan('cpu', steps=20)\n"
         "t.check_steps(t.Bench())\n"
         "t.check_new_records(t.Bench(fmt=t.KVFormat.FP8_V4, d_qk=512))\n"

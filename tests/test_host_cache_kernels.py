@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsemla.kernels.triton import residency
+from sparsemla.serving.host_cache import hot
 
 POINTERS = {
     **dict.fromkeys(("source", "target", "counters", "fetch", "host_list", "source_slots"), "*i64"),
@@ -24,7 +25,7 @@ POINTERS = {
     ),
     **dict.fromkeys(("unused_list", "used_list", "brought", "clock", "slots", "target_slots"), "*i32"),
 }
-PLAN = {"BLOCK": 1024, "ROW_BLOCK": 128}
+PLAN = {"BLOCK": hot._BLOCK, "SLOT_BLOCK": hot._SLOT_BLOCK, "ROW_BLOCK": hot._ROW_BLOCK}
 VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "plan": ("plan", {**PLAN, "APPEND": False, "world": 1, "interleave": 1}, 16),
     "plan-append-sharded": ("plan", {**PLAN, "APPEND": True}, 16),

@@ -21,16 +21,28 @@ def _lane_of(request, requests, lane_of_request):
 
 
 @triton.jit
-def _local(position, world, interleave):
-    """A global position as the rank that holds it counts."""
-    return position // (interleave * world) * interleave + position % interleave
+def _entries(
+    first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane, rank, world, interleave,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK entries from `first` on: (entry, its request, whether it is the lane's, and may be a key, local position)."""
+    entry = first + tl.arange(0, BLOCK)
+    row = entry // topk
+    request = tl.load(request_ids + row, mask=entry < end, other=-1)
+    mine = (entry < end) & (_lane_of(request, requests, lane_of_request) == lane)
+    at = row.to(tl.int64) * index_row + entry % topk
+    position = tl.load(indices + at, mask=mine, other=-1)
+    key = position >= 0
+    if world > 1:
+        key &= position // interleave % world == rank
+    return entry, request, mine, key, position // (interleave * world) * interleave + position % interleave
 
 
 @triton.jit
-def _missing(fetch, slots, at, inside):
+def _missing(fetch, slots, entry, mine):
     """(slot of the host's pool, whether that record is missing) of some entries."""
-    host = tl.load(fetch + at, mask=inside, other=-1)
-    return host, inside & (host >= 0) & (tl.load(slots + at, mask=inside, other=0) < 0)
+    host = tl.load(fetch + entry, mask=mine, other=-1)
+    return host, mine & (host >= 0) & (tl.load(slots + entry, mask=mine, other=0) < 0)
 
 
 @triton.jit(do_not_specialize=["rows", "topk", "pages", "requests", "num_slots", "rank", "index_row", "table_row"])
@@ -38,7 +50,7 @@ def plan(
     indices, index_row, request_ids, lane_of_request, block_table, table_row, requests, pages,
     directory, position_of, order, used, unused_list, used_list, host_list, brought, clock, counters, slots, fetch,
     rows, topk, lanes, max_len, hot, block_size, num_slots, rank, world, interleave,
-    APPEND: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    APPEND: tl.constexpr, BLOCK: tl.constexpr, SLOT_BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program `lane` makes what its request's rows name resident; after the lanes come programs for rows without one.
 
@@ -53,9 +65,8 @@ def plan(
         if (mine < 0) | (mine >= lanes):
             for first in range(0, topk, BLOCK):
                 column = first + tl.arange(0, BLOCK)
-                at = tl.cast(row, tl.int64) * topk + column
-                tl.store(slots + at, -1, mask=column < topk)
-                tl.store(fetch + at, -1, mask=column < topk)
+                tl.store(slots + row * topk + column, -1, mask=column < topk)
+                tl.store(fetch + row * topk + column, -1, mask=column < topk)
     else:
         begin = rows
         end = 0
@@ -67,6 +78,8 @@ def plan(
             end = tl.maximum(end, tl.max(tl.where(mine, row + 1, 0), 0))
         tl.store(brought + lane, 0)
         if begin < end:
+            begin *= topk
+            end *= topk
             directory += lane.to(tl.int64) * max_len
             position_of += lane.to(tl.int64) * hot
             order += lane.to(tl.int64) * hot
@@ -76,60 +89,48 @@ def plan(
             host_list += lane.to(tl.int64) * hot
             now = tl.load(clock + lane) + 1
 
-            for first in range(0, hot, BLOCK):
-                slot = first + tl.arange(0, BLOCK)
+            for first in range(0, hot, SLOT_BLOCK):
+                slot = first + tl.arange(0, SLOT_BLOCK)
                 position = tl.load(position_of + slot, mask=slot < hot, other=-1)
                 tl.store(directory + position, slot, mask=(slot < hot) & (position >= 0))
             tl.debug_barrier()
 
             hits = 0
-            for row in range(begin, end):
-                request = tl.load(request_ids + row)
-                if _lane_of(request, requests, lane_of_request) == lane:
-                    for first in range(0, topk, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        at = tl.cast(row, tl.int64) * topk + column
-                        position = tl.load(
-                            indices + tl.cast(row, tl.int64) * index_row + column, mask=column < topk, other=-1
-                        )
-                        key = (column < topk) & (position >= 0)
-                        if world > 1:
-                            key &= position // interleave % world == rank
-                        position = _local(position, world, interleave)
-                        page_at = position // block_size
-                        key &= page_at < pages
-                        page = tl.load(
-                            block_table + tl.cast(request, tl.int64) * table_row + page_at, mask=key, other=-1
-                        )
-                        host = page.to(tl.int64) * block_size + position % block_size
-                        key &= (page >= 0) & (host < num_slots)
-                        slot = tl.load(directory + position, mask=key, other=-1)
-                        inside = key & (slot >= 0) & (slot < hot)
-                        hit = inside & (tl.load(position_of + slot, mask=inside, other=-1) == position)
-                        miss = key & ~hit
-                        tl.store(used + slot, now, mask=hit)
-                        tl.store(directory + position, _BIG, mask=miss)
-                        tl.store(slots + at, tl.where(hit, lane * hot + slot, -1), mask=column < topk)
-                        kept = key if APPEND else miss
-                        tl.store(fetch + at, tl.where(kept, host, -1), mask=column < topk)
-                        hits += tl.sum(hit.to(tl.int32), 0)
+            for first in range(begin, end, BLOCK):
+                entry, request, mine, key, position = _entries(
+                    first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane,
+                    rank, world, interleave, BLOCK,
+                )  # fmt: skip
+                page_at = position // block_size
+                key &= page_at < pages
+                page = tl.load(block_table + tl.cast(request, tl.int64) * table_row + page_at, mask=key, other=-1)
+                host = page.to(tl.int64) * block_size + position % block_size
+                slot = tl.load(directory + position, mask=key, other=-1)
+                key &= (page >= 0) & (host < num_slots)
+                inside = key & (slot >= 0) & (slot < hot)
+                hit = inside & (tl.load(position_of + slot, mask=inside, other=-1) == position)
+                miss = key & ~hit
+                tl.store(used + slot, now, mask=hit)
+                tl.store(directory + position, _BIG, mask=miss)
+                tl.store(slots + entry, tl.where(hit, lane * hot + slot, -1), mask=mine)
+                kept = key if APPEND else miss
+                tl.store(fetch + entry, tl.where(kept, host, -1), mask=mine)
+                hits += tl.sum(hit.to(tl.int32), 0)
             tl.debug_barrier()
 
             # Of several entries that name one missing record, the first in the batch brings it.
-            for row in range(begin, end):
-                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
-                    for first in range(0, topk, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        at = tl.cast(row, tl.int64) * topk + column
-                        _, miss = _missing(fetch, slots, at, column < topk)
-                        position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
-                        position = _local(position, world, interleave)
-                        tl.atomic_min(directory + position, row * topk + column, mask=miss, sem="relaxed")
+            for first in range(begin, end, BLOCK):
+                entry, _, mine, _, position = _entries(
+                    first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane,
+                    rank, world, interleave, BLOCK,
+                )  # fmt: skip
+                _, miss = _missing(fetch, slots, entry, mine)
+                tl.atomic_min(directory + position, entry, mask=miss, sem="relaxed")
 
             # Slots that no row uses now, least recently used first, and the others.
             unused_count = 0
-            for first in range(0, hot, BLOCK):
-                place = first + tl.arange(0, BLOCK)
+            for first in range(0, hot, SLOT_BLOCK):
+                place = first + tl.arange(0, SLOT_BLOCK)
                 slot = tl.load(order + place, mask=place < hot, other=0)
                 is_used = tl.load(used + slot, mask=place < hot, other=0) == now
                 is_unused = (place < hot) & ~is_used
@@ -140,50 +141,46 @@ def plan(
             tl.debug_barrier()
 
             wanted = 0
-            for row in range(begin, end):
-                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
-                    for first in range(0, topk, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        at = tl.cast(row, tl.int64) * topk + column
-                        host, miss = _missing(fetch, slots, at, column < topk)
-                        position = tl.load(indices + tl.cast(row, tl.int64) * index_row + column, mask=miss, other=0)
-                        position = _local(position, world, interleave)
-                        # Past the first-level cache: atomics act behind it.
-                        first_of = tl.load(directory + position, mask=miss, other=-1, cache_modifier=".cg")
-                        wins = miss & (first_of == row * topk + column)
-                        place = wanted + tl.cumsum(wins.to(tl.int32), 0) - 1
-                        placed = wins & (place < unused_count)
-                        slot = tl.load(unused_list + place, mask=placed, other=0)
-                        tl.store(position_of + slot, position, mask=placed)
-                        tl.store(slots + at, lane * hot + slot, mask=placed)
-                        tl.store(host_list + place, host, mask=placed)
-                        tl.store(fetch + at, -1, mask=wins & ~placed)
-                        tl.store(fetch + at, (-2 - first_of).to(tl.int64), mask=miss & ~wins)
-                        wanted += tl.sum(wins.to(tl.int32), 0)
+            for first in range(begin, end, BLOCK):
+                entry, _, mine, _, position = _entries(
+                    first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane,
+                    rank, world, interleave, BLOCK,
+                )  # fmt: skip
+                host, miss = _missing(fetch, slots, entry, mine)
+                # Past the first-level cache: atomics act behind it.
+                first_of = tl.load(directory + position, mask=miss, other=-1, cache_modifier=".cg")
+                wins = miss & (first_of == entry)
+                place = wanted + tl.cumsum(wins.to(tl.int32), 0) - 1
+                placed = wins & (place < unused_count)
+                slot = tl.load(unused_list + place, mask=placed, other=0)
+                tl.store(position_of + slot, position, mask=placed)
+                tl.store(slots + entry, lane * hot + slot, mask=placed)
+                tl.store(host_list + place, host, mask=placed)
+                tl.store(fetch + entry, -1, mask=wins & ~placed)
+                tl.store(fetch + entry, (-2 - first_of).to(tl.int64), mask=miss & ~wins)
+                wanted += tl.sum(wins.to(tl.int32), 0)
             tl.debug_barrier()
 
             repeats = 0
-            for row in range(begin, end):
-                if _lane_of(tl.load(request_ids + row), requests, lane_of_request) == lane:
-                    for first in range(0, topk, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        at = tl.cast(row, tl.int64) * topk + column
-                        first_of = -2 - tl.load(fetch + at, mask=column < topk, other=0)
-                        again = (column < topk) & (first_of >= 0)
-                        slot = tl.load(slots + first_of, mask=again, other=-1)
-                        tl.store(slots + at, slot, mask=again)
-                        repeats += tl.sum((again & (slot >= 0)).to(tl.int32), 0)
+            for first in range(begin, end, BLOCK):
+                entry, _, mine, _, _ = _entries(
+                    first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane,
+                    rank, world, interleave, BLOCK,
+                )  # fmt: skip
+                first_of = -2 - tl.load(fetch + entry, mask=mine, other=0)
+                again = mine & (first_of >= 0)
+                slot = tl.load(slots + first_of, mask=again, other=-1)
+                tl.store(slots + entry, slot, mask=again)
+                repeats += tl.sum((again & (slot >= 0)).to(tl.int32), 0)
 
             brought_count = tl.minimum(wanted, unused_count)
             tl.store(brought + lane, brought_count)
-            for first in range(0, hot, BLOCK):
-                place = first + tl.arange(0, BLOCK)
-                source = place + brought_count
-                kept = source < unused_count
-                still = ~kept & (source < hot)
-                slot = tl.load(unused_list + source, mask=(place < hot) & kept, other=0)
-                slot += tl.load(used_list + source - unused_count, mask=(place < hot) & still, other=0)
-                slot += tl.load(unused_list + source - hot, mask=(place < hot) & ~kept & ~still, other=0)
+            for first in range(0, hot, SLOT_BLOCK):
+                place = first + tl.arange(0, SLOT_BLOCK)
+                source = (place + brought_count) % hot
+                is_unused = source < unused_count
+                slot = tl.load(unused_list + source, mask=(place < hot) & is_unused, other=0)
+                slot += tl.load(used_list + source - unused_count, mask=(place < hot) & ~is_unused, other=0)
                 tl.store(order + place, slot, mask=place < hot)
 
             counters += lane * 4

@@ -28,8 +28,8 @@ from sparsemla.serving.host_cache.records import Shard
 _BIG = 2**31 - 1
 HITS, MISSES, APPENDED, OVERFLOWED = range(4)
 """Columns of `HotSet.counters`."""
-_BLOCK = 1024
-_ROW_BLOCK = 128
+_BLOCK, _SLOT_BLOCK, _ROW_BLOCK = 2048, 4096, 128
+"""Entries, slots and rows that a plan's kernel treats at once: each step over them waits for memory a few times."""
 _PROGRAMS = 2048
 """Programs that bring records, over all lanes; each has one record on its way."""
 _LEAST_PROGRAMS = 64
@@ -200,6 +200,7 @@ class HotSet:
                 interleave,
                 APPEND=append,
                 BLOCK=_BLOCK,
+                SLOT_BLOCK=_SLOT_BLOCK,
                 ROW_BLOCK=_ROW_BLOCK,
                 num_warps=16,
             )
