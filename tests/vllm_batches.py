@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from sparsemla.cache import PagedKVCache
-from sparsemla.formats import KVFormat
+from sparsemla.formats import KVFormat, ScaleStyle
 from sparsemla.serving.metadata import local_length
 
 BLOCK = 64
@@ -222,6 +222,7 @@ class Requests:
         gap_bytes: int = 0,
         shard: tuple[int, int, int] = (0, 1, 1),
         rope_free: bool = False,
+        scale_style: ScaleStyle = "float32",
         device: torch.device | str = "cpu",
     ) -> tuple[PagedKVCache, torch.Tensor]:
         """A rank's cache with its part of every request, and its block table. All other bytes decode to NaN."""
@@ -240,7 +241,7 @@ class Requests:
             slots = table[request, local[held] // block_size] * block_size + local[held] % block_size
             if rope_free:
                 latents = torch.nn.functional.pad(latents, (0, 64))
-            cache.write(slots, latents[held])
+            cache.write(slots, latents[held], scale_style)
         if torch.device(device).type != "cpu":
             cache = PagedKVCache.wrap(cache.data.to(device), fmt)
         return cache, table
