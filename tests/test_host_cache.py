@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat
 from sparsemla.serving.config import ModelGeometry, Parallelism, ServingConfig, ServingLimits
 from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool
-from sparsemla.serving.host_cache.attend import HostAttention
+from sparsemla.serving.host_cache.attend import attend_from_host
 from sparsemla.serving.host_cache.hot import HotSet, held_positions
 from sparsemla.serving.metadata import Batch, MetadataBuilder
 from sparsemla.serving.paths import decide
@@ -29,6 +30,7 @@ BLOCK = 16
 LENGTHS = [150, 40, 97]
 TOPK = 24
 SCALE = 0.06
+Answer = tuple[torch.Tensor, torch.Tensor]
 
 
 class Model:
@@ -65,36 +67,51 @@ class Bench:
     ) -> None:
         self.device = torch.device(device)
         table = pages_for_positions(LENGTHS, BLOCK, 30)
-        width = table.shape[1]
-        slots = torch.cat(
-            [table[r, torch.arange(n) // BLOCK].long() * BLOCK + torch.arange(n) % BLOCK for r, n in enumerate(LENGTHS)]
-        )
+        self.table = table.to(self.device)
+        slots = torch.cat([self.slots(r, *range(n)) for r, n in enumerate(LENGTHS)])
         filled = random_cache(30, BLOCK, fmt, d_qk=d_qk, slots=slots)
         self.pool = host_pool(30, BLOCK, fmt, d_qk=d_qk)
         self.pool.byte_view.copy_(filled.byte_view)
         data = filled.data.clone().to(self.device)
         self.whole = PagedKVCache.wrap(data, fmt, BLOCK if data.dim() == 2 else None)
-        self.table = table.to(self.device)
-        self.lanes = RequestLanes(max_requests=3, max_len=width * BLOCK, device=self.device)
+        self.lanes = RequestLanes(max_requests=3, max_len=table.shape[1] * BLOCK, device=self.device)
         ring = StagingRing(self.pool.layout.page_bytes(staged), device=self.device)
         self.host = HostCache(self.pool, self.lanes, hot_records=hot, topk=TOPK, max_rows=max_rows, staging=ring)
 
-    def attend(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(self, request: int, *positions: int) -> torch.Tensor:
+        """Slots of the pool."""
+        at = torch.tensor(positions)
+        return self.table.cpu()[request, at // BLOCK].long() * BLOCK + at % BLOCK
+
+    def int32(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def attend(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
         hot, slots = self.host.bring(indices, ids, self.table)
         out = torch.full((*q.shape[:2], 512), torch.nan, dtype=torch.bfloat16, device=self.device)
         return sparse_mla_attention(q, hot, slots, softmax_scale=SCALE, out=out)
 
-    def over_whole(
-        self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return sparse_mla_attention(
-            q, self.whole, indices, softmax_scale=SCALE, block_table=self.table, request_ids=ids
-        )
+    def over_whole(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
+        whole, table = self.whole, self.table
+        return sparse_mla_attention(q, whole, indices, softmax_scale=SCALE, block_table=table, request_ids=ids)
+
+    def check(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
+        """The answer, which has the bits of that over the whole cache."""
+        got = self.attend(q, indices, ids)
+        assert same(got, self.over_whole(q, indices, ids))
+        return got
+
+    def check_bytes(self) -> None:
+        """Host memory and the whole cache hold the same."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        every = torch.arange(self.pool.num_slots)
+        assert torch.equal(self.pool.gather_bytes(every), self.whole.gather_bytes(every.to(self.device)).cpu())
 
     def query(self, rows: int, heads: int = 5) -> torch.Tensor:
         return torch.randn(rows, heads, self.pool.d_qk, device=self.device).bfloat16()
 
-    def rows(self, ids: list[int], *, spread: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, ids: list[int], *, spread: int = 200) -> Answer:
         """Indices with repeats, -1 and garbage, up to the end of each request; and the request ids."""
         indices = torch.randint(0, spread, (len(ids), TOPK), dtype=torch.int32)
         for row, request in enumerate(ids):
@@ -104,10 +121,10 @@ class Bench:
             indices[1, 5:9] = indices[0, 5:9] % 40  # rows of a request share keys
         indices[torch.rand(indices.shape) < 0.1] = -1
         indices[:, -len(GARBAGE_INDICES) :] = torch.tensor(GARBAGE_INDICES, dtype=torch.int32)
-        return indices.to(self.device), torch.tensor(ids, dtype=torch.int32, device=self.device)
+        return indices.to(self.device), self.int32(*ids)
 
 
-def same(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def same(got: Answer, want: Answer) -> bool:
     return torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
@@ -128,27 +145,21 @@ def check_plan(device: torch.device | str, *, steps: int = 30) -> None:
         indices[:, 4:7] = indices[0, 4:7].clone()
         shard = (1, 2, 3) if step % 4 == 3 else None
         append = step % 5 == 4
-        slots, fetch = hot_set.plan(
-            indices.to(device),
-            ids.to(device),
-            table.to(device),
-            block_size=block,
-            num_slots=18 * block,
-            shard=shard,
-            append=append,
-        )
+        on_device = (x.to(device) for x in (indices, ids, table))
+        pool = {"block_size": block, "num_slots": 18 * block}
+        slots, fetch = hot_set.plan(*on_device, **pool, shard=shard, append=append)
+        local = held_positions(indices, shard)
         want = torch.full_like(indices, -1)
         for lane in range(3):
-            entries, wanted = [], []
-            for row in range(rows):
-                for column in range(9):
-                    position = int(held_positions(indices[row, column], shard)) if shard else int(indices[row, column])
-                    inside = int(ids[row]) == lane and 0 <= position < max_len
-                    if inside and 0 <= int(table[lane, position // block]) < 18:
-                        entries.append((row, column))
-                        wanted.append(position)
+            entries = []
+            for row, column in itertools.product(range(rows), range(9)):
+                position = int(local[row, column])
+                inside = int(ids[row]) == lane and 0 <= position < max_len
+                if inside and 0 <= int(table[lane, position // block]) < 18:
+                    entries.append((row, column, position))
+            wanted = [position for _, _, position in entries]
             found, brought = models[lane].step(wanted)
-            for (row, column), slot in zip(entries, found, strict=True):
+            for (row, column, _), slot in zip(entries, found, strict=True):
                 want[row, column] = lane * hot + slot
             if append:
                 appended += len(wanted)
@@ -156,7 +167,6 @@ def check_plan(device: torch.device | str, *, steps: int = 30) -> None:
                 hits, misses = hits + len(wanted) - brought, misses + brought
         assert torch.equal(slots.cpu(), want), step
         if append:
-            local = indices if shard is None else held_positions(indices, shard)
             for row, column in (fetch.cpu() >= 0).nonzero().tolist():
                 position = int(local[row, column])
                 page = int(table[ids[row], position // block])
@@ -171,45 +181,37 @@ def test_what_is_hot_follows_the_model(device: torch.device) -> None:
 
 def test_the_device_code_follows_the_model_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    code = (
-        "import torch, test_host_cache as t\n"
-        "from sparsemla.serving.host_cache.moving import device_code\n"
-        "from sparsemla.serving.host_cache import hot\n"
-        "assert device_code('cpu') is not None\n"
-        "torch.manual_seed(1)\n"
-        "t.check_plan('cpu', steps=20)\n"
-        "hot._BLOCK, hot._SLOT_BLOCK, hot._ROW_BLOCK = 4, 16, 2\n"  # several blocks of each
-        "t.check_plan('cpu', steps=20)\n"
-        "t.check_steps(t.Bench())\n"
-        "t.check_new_records(t.Bench(fmt=t.KVFormat.FP8_V4, d_qk=512))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = """
+import torch, test_host_cache as t
+from sparsemla.serving.host_cache import hot, moving
+assert moving.device_code("cpu") is not None
+torch.manual_seed(1)
+t.check_plan("cpu", steps=20)
+hot._BLOCK, hot._SLOT_BLOCK, hot._ROW_BLOCK = 4, 16, 2  # several blocks of each
+t.check_plan("cpu", steps=20)
+t.check_steps(t.Bench())
+t.check_new_records(t.Bench(fmt=t.KVFormat.FP8_V4, d_qk=512))
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def check_steps(bench: Bench) -> None:
     """Decodes with several query tokens: the bits of the whole cache, cold, replayed, displaced and dropped."""
     batches = [[0, 0, 1, 2], [1, 2, 2, 0, -1, 9], [0], [2, 2, 2]]
-    first = None
+    steps = []
     for step in range(8):
         indices, ids = bench.rows(batches[step % 4], spread=60 if step % 2 else 200)
         q = bench.query(len(ids))
-        got = tuple(x.clone() for x in bench.attend(q, indices, ids))
-        assert same(got, bench.over_whole(q, indices, ids))
+        got = bench.check(q, indices, ids)
         before = bench.host.stats().misses
         assert same(bench.attend(q, indices, ids), got)
         assert bench.host.stats().misses == before  # a replay brings nothing
-        first = first or (q, indices, ids, got)
         assert not got[0].isnan().any()
-    q, indices, ids, got = first
+        steps.append((q, indices, ids, got))
+    q, indices, ids, got = steps[0]
     for lane in range(3):
         bench.host.drop(lane)
     before = bench.host.stats()
@@ -219,14 +221,8 @@ def check_steps(bench: Bench) -> None:
     assert after.misses - before.misses == len(keys)
     assert after.bytes_to_device - before.bytes_to_device == len(keys) * bench.pool.layout.record_bytes
     assert after.overflowed == 0
-    want, _ = reference_attention(
-        q.cpu(),
-        bench.pool,
-        indices.cpu(),
-        softmax_scale=SCALE,
-        block_table=bench.table.cpu(),
-        request_ids=ids.cpu(),
-    )
+    table = {"block_table": bench.table.cpu(), "request_ids": ids.cpu()}
+    want, _ = reference_attention(q.cpu(), bench.pool, indices.cpu(), softmax_scale=SCALE, **table)
     assert (got[0].cpu().double() - want).norm() <= 3e-3 * want.norm()
 
 
@@ -238,50 +234,30 @@ def test_answers_are_those_over_the_whole_cache(fmt: KVFormat, d_qk: int, device
 def check_new_records(bench: Bench) -> None:
     """Appended records are in host memory and hot; a position written again (rejected tokens) is the new one in both;
     prefill writes go to host memory and drop what was hot."""
-    device = bench.device
-
-    def ids_of(*requests: int) -> torch.Tensor:
-        return torch.tensor(requests, dtype=torch.int32, device=device)
-
+    device, record = bench.device, bench.pool.layout.record_bytes
+    new = torch.cat([bench.slots(0, 148, 149), bench.slots(2, 5), bench.slots(1, 39)]).to(device)
     for turn in range(3):
-        positions = torch.tensor([148, 149, 5, 39, -1, 2**31 - 1], dtype=torch.int32, device=device)
-        ids = ids_of(0, 0, 2, 1, 1, 0)
+        positions = bench.int32(148, 149, 5, 39, -1, 2**31 - 1)
         kv = random_kv(6, bench.pool.d_qk, device=device)
         before = bench.host.stats()
-        bench.host.append(kv, positions, ids, bench.table)
-        bench.whole.write(torch.tensor(slots_of(bench, [(0, 148), (0, 149), (2, 5), (1, 39)]), device=device), kv[:4])
+        bench.host.append(kv, positions, bench.int32(0, 0, 2, 1, 1, 0), bench.table)
+        bench.whole.write(new, kv[:4])
         after = bench.host.stats()
         assert (after.appended - before.appended, after.misses - before.misses) == (4, 0)
         indices = torch.full((3, TOPK), -1, dtype=torch.int32, device=device)
         indices[0, :2], indices[1, 0], indices[2, 0] = positions[:2], 39, 5
-        q = bench.query(3)
-        got = bench.attend(q, indices, ids_of(0, 1, 2))
+        bench.check(bench.query(3), indices, bench.int32(0, 1, 2))
         assert bench.host.stats().misses == before.misses  # all hot
-        assert same(got, bench.over_whole(q, indices, ids_of(0, 1, 2)))
-        assert_same_bytes(bench)
+        bench.check_bytes()
         # A prefill writes over some of them, and over more than the hot buffer holds.
         many = torch.arange(30 + turn, 130 + turn, dtype=torch.int32, device=device)
         kv = random_kv(100, bench.pool.d_qk, device=device)
         bench.host.write(kv, many, torch.zeros_like(many), bench.table)
-        bench.whole.write(torch.tensor(slots_of(bench, [(0, int(p)) for p in many]), device=device), kv)
-        assert_same_bytes(bench)
-        indices, ids = bench.rows([0, 0, 0])
-        assert same(bench.attend(q, indices, ids), bench.over_whole(q, indices, ids))
+        bench.whole.write(bench.slots(0, *many.tolist()).to(device), kv)
+        bench.check_bytes()
+        bench.check(bench.query(3), *bench.rows([0, 0, 0]))
     stats = bench.host.stats()
-    assert (stats.appended, stats.written) == (12, 300)
-    assert stats.bytes_to_host == 312 * bench.pool.layout.record_bytes
-
-
-def slots_of(bench: Bench, named: list[tuple[int, int]]) -> list[int]:
-    table = bench.table.cpu()
-    return [int(table[request, position // BLOCK]) * BLOCK + position % BLOCK for request, position in named]
-
-
-def assert_same_bytes(bench: Bench) -> None:
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-    every = torch.arange(bench.pool.num_slots)
-    assert torch.equal(bench.pool.gather_bytes(every), bench.whole.gather_bytes(every.to(bench.device)).cpu())
+    assert (stats.appended, stats.written, stats.bytes_to_host) == (12, 300, 312 * record)
 
 
 @pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
@@ -313,8 +289,7 @@ def test_requests_come_and_go(device: torch.device) -> None:
         q = bench.query(len(rows))
         hot, slots = bench.host.bring(indices, ids, table)
         got = sparse_mla_attention(q, hot, slots, softmax_scale=SCALE)
-        want = sparse_mla_attention(q, bench.whole, indices, softmax_scale=SCALE, block_table=table, request_ids=ids)
-        assert same(got, want)
+        assert same(got, bench.over_whole(q, indices, bench.int32(*rows)))
     stats = bench.host.stats()
     assert stats.hits and stats.overflowed == 0
 
@@ -340,7 +315,7 @@ def test_staged_contexts_hold_the_records(fmt: KVFormat, d_qk: int, device: torc
     assert bench.host.staged_records == 32
     for (request, begin, end), page in zip(pieces, bench.host.stage(pieces, bench.table), strict=True):
         assert page.num_slots == end - begin
-        want = bench.pool.gather_bytes(torch.tensor(slots_of(bench, [(request, p) for p in range(begin, end)])))
+        want = bench.pool.gather_bytes(bench.slots(request, *range(begin, end)))
         assert torch.equal(page.gather_bytes(torch.arange(end - begin, device=device)).cpu(), want)
     assert bench.host.stats().staged == sum(end - begin for _, begin, end in pieces)
     assert list(bench.host.stage([], bench.table)) == []
@@ -348,7 +323,7 @@ def test_staged_contexts_hold_the_records(fmt: KVFormat, d_qk: int, device: torc
     next(unfinished)
     del unfinished  # given up half-way: the next one is right all the same
     for (request, begin, _), page in zip(pieces, bench.host.stage(pieces, bench.table), strict=True):
-        want = bench.pool.gather_bytes(torch.tensor(slots_of(bench, [(request, begin)])))
+        want = bench.pool.gather_bytes(bench.slots(request, begin))
         assert torch.equal(page.gather_bytes(torch.zeros(1, dtype=torch.int64, device=device)).cpu(), want)
 
 
@@ -367,13 +342,13 @@ def test_any_part_of_a_batch(staged: int, device: torch.device) -> None:
     indices, ids = bench.rows([0] * 2 + [1] * 5 + [2] * 6 + [-1] * 2)
     q = bench.query(15)
     want = bench.over_whole(q, indices, ids)
-    attend = HostAttention(bench.host, SCALE)
     for cuts in ([0, 15], [0, 1, 2, 9, 13, 15], [0, 3, 14, 15]):
         out = torch.full((15, 5, 512), torch.nan, dtype=torch.bfloat16, device=device)
         lse = torch.full((15, 5), torch.nan, device=device)
-        for begin, end in pairwise(cuts):
+        for begin, end in itertools.pairwise(cuts):
             part = slice(begin, end)
-            attend.rows(q[part], part, indices, metadata, None, out[part], lse[part])
+            target = {"out": out[part], "lse": lse[part]}
+            attend_from_host(bench.host, q[part], part, indices, metadata, softmax_scale=SCALE, **target)
         torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(out.float(), want[0].float(), atol=8e-3, rtol=8e-3)
     stats = bench.host.stats()
@@ -384,14 +359,13 @@ def test_any_part_of_a_batch(staged: int, device: torch.device) -> None:
 @pytest.mark.gpu
 def test_staging_runs_beside_the_current_stream() -> None:
     bench = Bench("cuda", staged=64)
-    busy, done = torch.cuda.Event(), torch.cuda.Event()
+    busy = torch.cuda.Event()
     list(bench.host.stage([(0, 0, 64)], bench.table))
     torch.cuda.synchronize()
     staged = bench.host.stage([(0, 0, 64), (0, 64, 128)], bench.table)
     torch.cuda._sleep(2_000_000_000)
     busy.record()
-    bench.host.staging._stream.synchronize()  # type: ignore[union-attr]
-    done.record()
+    cast(torch.cuda.Stream, bench.host.staging._stream).synchronize()
     assert not busy.query(), "staging waited for the stream that attends"
     assert len(list(staged)) == 2
 
@@ -401,10 +375,10 @@ def test_a_step_takes_no_memory_and_never_waits() -> None:
     bench = Bench("cuda")
     indices, ids = bench.rows([0, 0, 1, 2])
     records = bench.pool.gather_bytes(torch.arange(2)).cuda()
-    positions, owners = torch.tensor([3, 4], dtype=torch.int32).cuda(), torch.tensor([0, 2], dtype=torch.int32).cuda()
+    positions, owners = bench.int32(3, 4), bench.int32(0, 2)
 
     def step() -> None:
-        bench.host.append_records(records, positions, owners, bench.table)
+        bench.host.append(records, positions, owners, bench.table)
         bench.host.bring(indices, ids, bench.table)
 
     step()
@@ -449,42 +423,44 @@ def test_a_captured_step_replays_other_keys() -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     bench = Bench(device)
-    pool, lanes = bench.pool, bench.lanes
-    with pytest.raises(ValueError, match="hot_records: got 8, accepted are at least topk = 9"):
-        HostCache(pool, lanes, hot_records=8, topk=9, max_rows=1)
-    with pytest.raises(ValueError, match="topk: got 25, accepted are at most 24"):
-        bench.host.rows_at_once(25, of_one_request=1, longest=10)
-    assert bench.host.rows_at_once(TOPK, of_one_request=3, longest=150) == 12
-    assert bench.host.rows_at_once(TOPK, of_one_request=4, longest=150) == 3
-    assert bench.host.rows_at_once(TOPK, of_one_request=9, longest=64) == 12
-    indices = torch.zeros((13, TOPK), dtype=torch.int32, device=device)
-    ids = torch.zeros(13, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"indices: got shape \(13, 24\), accepted are at most 12 rows of 24"):
-        bench.host.bring(indices, ids, bench.table)
-    wide = torch.zeros((3, 99), dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="block_table: got 3 requests of 1584 positions"):
-        bench.host.bring(indices[:2], ids[:2], wide)
-    with pytest.raises(ValueError, match="accepted is int32"):
-        bench.host.bring(indices[:2], ids[:2].long(), bench.table)
-    with pytest.raises(ValueError, match="pieces: got positions 0 to 33"):
-        bench.host.stage([(0, 0, 33)], bench.table)
-    records = torch.zeros((100, pool.layout.record_bytes), dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match="records: got 100, accepted are at most 72 at once"):
-        positions = torch.arange(100, dtype=torch.int32, device=device)
-        bench.host.append_records(records, positions, torch.zeros_like(positions), bench.table)
+    host, pool, lanes, table = bench.host, bench.pool, bench.lanes, bench.table
+    assert host.rows_at_once(TOPK, of_one_request=3, longest=150) == 12
+    assert host.rows_at_once(TOPK, of_one_request=4, longest=150) == 3
+    assert host.rows_at_once(TOPK, of_one_request=9, longest=64) == 12
     for name in "abc":
         lanes.admit(name)
-    with pytest.raises(ValueError, match="accepted are 3 requests at a time"):
-        lanes.admit("d")
-    with pytest.raises(ValueError, match="has lane"):
-        lanes.admit("a")
-    with pytest.raises(ValueError, match="accepted are"):
-        lanes.release("d")
-    with pytest.raises(ValueError, match="each once"):
-        lanes.bind(["a", "a"])
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match="pinned: got True"):
-            host_pool(1, 16, "bf16", pinned=True) if not torch.cuda.is_available() else pytest.skip("there is a GPU")
+    indices, ids = bench.rows([0] * 13)
+    many = torch.arange(100, dtype=torch.int32, device=device)
+    records = torch.zeros((100, pool.layout.record_bytes), dtype=torch.uint8, device=device)
+    refused: dict[str, Callable[[], object]] = {
+        "hot_records: got 8, accepted are at least topk = 9": lambda: HostCache(
+            pool, lanes, hot_records=8, topk=9, max_rows=1
+        ),
+        "topk: got 25, accepted are at most 24": lambda: host.rows_at_once(25, of_one_request=1, longest=10),
+        "indices: got shape (13, 24), accepted are at most 12 rows of 24": lambda: host.bring(indices, ids, table),
+        "block_table: got 3 requests of 1584 positions": lambda: host.bring(
+            indices[:2], ids[:2], torch.zeros((3, 99), dtype=torch.int32, device=device)
+        ),
+        "request_ids: got torch.int64": lambda: host.bring(indices[:2], ids[:2].long(), table),
+        "pieces: got positions 0 to 33": lambda: host.stage([(0, 0, 33)], table),
+        "kv: got 100 records, accepted are at most 72 at once": lambda: host.append(records, many, many, table),
+        "kv: got records of shape (99, 656), accepted is (100, 656)": lambda: host.write(
+            records[1:], many, many, table
+        ),
+        "accepted are 3 requests at a time": lambda: lanes.admit("d"),
+        "has lane": lambda: lanes.admit("a"),
+        "request: got 'd', accepted are": lambda: lanes.release("d"),
+        "each once": lambda: lanes.bind(["a", "a"]),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_nothing_is_pinned_without_a_gpu() -> None:
+    with pytest.raises(ValueError, match="pinned: got True"):
+        host_pool(1, 16, "bf16", pinned=True)
 
 
 def test_more_keys_than_fit_are_counted_not_hidden(device: torch.device) -> None:

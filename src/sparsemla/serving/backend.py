@@ -19,8 +19,8 @@ from sparsemla.formats import KVFormat, RecordLayout, unpack
 from sparsemla.schedule import SplitSchedule
 from sparsemla.serving.config import ServingConfig
 from sparsemla.serving.context_parallel.records import in_whole_pages, lay_out_pages
-from sparsemla.serving.host_cache.attend import HostAttention
-from sparsemla.serving.host_cache.records import HostRecords
+from sparsemla.serving.host_cache.attend import attend_from_host
+from sparsemla.serving.host_cache.cache import HostCache
 from sparsemla.serving.metadata import Metadata, PrefillChunk, copy_page_rows
 from sparsemla.serving.paths import Path, PathKind, require_same
 from sparsemla.serving.reservations import reservations_for
@@ -71,7 +71,7 @@ class SparseMLABackend:
         owner: str = "attention",
         rank: int = 0,
         all_gather: AllGather | None = None,
-        host: HostRecords | None = None,
+        host: HostCache | None = None,
         context: HeadExchange | None = None,
     ) -> None:
         if context is not None:
@@ -320,8 +320,18 @@ class SparseMLABackend:
             out = torch.empty((rows, heads, self.path.d_v), dtype=torch.bfloat16, device=nope.device)
         if lse is None:
             lse = torch.empty((rows, heads), dtype=torch.float32, device=nope.device)
-        attend = HostAttention(self._host, self.softmax_scale, self._shard)
-        attend.rows(q, part, indices, metadata, attn_sink, out, lse)
+        attend_from_host(
+            self._host,
+            q,
+            part,
+            indices,
+            metadata,
+            softmax_scale=self.softmax_scale,
+            out=out,
+            lse=lse,
+            attn_sink=attn_sink,
+            shard=self._shard,
+        )
         return out, lse
 
     # -- the published paths ------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def _entries(
     first, end, topk, indices, index_row, request_ids, requests, lane_of_request, lane, rank, world, interleave,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK entries from `first` on: (entry, its request, whether it is the lane's, and may be a key, local position)."""
+    """BLOCK entries from `first` on: (entry, request, whether it is of the lane, may be a key, its local position)."""
     entry = first + tl.arange(0, BLOCK)
     row = entry // topk
     request = tl.load(request_ids + row, mask=entry < end, other=-1)

@@ -2,7 +2,6 @@
 """A cache whose records live in host memory, with a hot buffer of each request's records on the device.
 
 =============  ====================================================================================
-``records.py`` what the backend asks of a host cache
 ``memory.py``  pinned host memory
 ``lanes.py``   which part of the hot buffers belongs to which request; shared by all layers
 ``hot.py``     which records are hot, least recently used first; which must come
@@ -18,7 +17,6 @@ from __future__ import annotations
 from sparsemla.serving.host_cache.cache import HostCache, HostCacheStats
 from sparsemla.serving.host_cache.lanes import RequestLanes
 from sparsemla.serving.host_cache.memory import host_pool
-from sparsemla.serving.host_cache.records import HostRecords
 from sparsemla.serving.host_cache.staging import StagingRing
 
-__all__ = ["HostCache", "HostCacheStats", "HostRecords", "RequestLanes", "StagingRing", "host_pool"]
+__all__ = ["HostCache", "HostCacheStats", "RequestLanes", "StagingRing", "host_pool"]

@@ -10,11 +10,10 @@ import torch
 
 from sparsemla.cache import PagedKVCache, check_count, slots_from_positions
 from sparsemla.formats import KVFormat, RecordLayout, ScaleStyle, pack
-from sparsemla.serving.host_cache.hot import APPENDED, HITS, MISSES, OVERFLOWED, HotSet, held_positions
+from sparsemla.serving.host_cache.hot import APPENDED, HITS, MISSES, OVERFLOWED, HotSet, Shard, held_positions
 from sparsemla.serving.host_cache.lanes import RequestLanes
 from sparsemla.serving.host_cache.moving import Records, move
-from sparsemla.serving.host_cache.records import Piece, Shard
-from sparsemla.serving.host_cache.staging import StagingRing
+from sparsemla.serving.host_cache.staging import Piece, StagingRing
 
 STAGED_RECORDS = 2048
 """Records of a staging buffer where no ring is given."""
@@ -51,13 +50,15 @@ class HostCacheStats:
     @property
     def hit_rate(self) -> float:
         """Hits of all keys; 1 where there were none."""
-        return self.hits / max(self.hits + self.misses, 1) if self.misses else 1.0
+        return self.hits / (self.hits + self.misses) if self.misses else 1.0
 
 
 class HostCache:
     """Records of one layer in host memory; what query rows name is brought to the device before they are attended.
 
-    Every record is in host memory from the moment it is written: the hot buffer can be lost at any time.
+    Every record is in host memory from the moment it is written: the hot buffer can be lost at any time. Everywhere
+    `request_ids` are rows of the block table of the pool in host memory, or anything outside it for rows without keys;
+    with `shard` positions are global ones, and those of other ranks name no record.
 
     Args:
         cache: the full cache, in host memory: pinned where the hot buffer is on a GPU (see `host_pool`).
@@ -98,9 +99,8 @@ class HostCache:
         self.lanes = lanes
         self.topk = topk
         self.max_rows = max_rows
-        self.hot = HotSet(
-            lanes, hot_records=hot_records, entries=max_rows * topk, fmt=cache.format, d_qk=_width(cache.layout)
-        )
+        self._width = cache.d_qk if cache.format is KVFormat.BF16 else None
+        self.hot = HotSet(lanes, hot_records=hot_records, entries=max_rows * topk, fmt=cache.format, d_qk=self._width)
         self.staging = staging or StagingRing(cache.layout.page_bytes(STAGED_RECORDS), device=self.device)
         self._host_records = Records.of_pool(cache)
         self._hot_records = Records.of_pool(self.hot.pool)
@@ -110,12 +110,12 @@ class HostCache:
 
     @property
     def layout(self) -> RecordLayout:
-        """Layout of the records."""
+        """Layout of the records, in host memory and on the device."""
         return self.cache.layout
 
     @property
     def staged_records(self) -> int:
-        """See HostRecords."""
+        """Records of a piece that `stage` takes, at most."""
         records = self.staging.nbytes // self.layout.record_bytes
         while records and self.layout.page_bytes(records) > self.staging.nbytes:
             records -= 1
@@ -131,7 +131,16 @@ class HostCache:
     # -- attention's side ----------------------------------------------------------------------------------------------
 
     def rows_at_once(self, topk: int, *, of_one_request: int, longest: int) -> int:
-        """See HostRecords."""
+        """Query rows that one `bring` takes whatever they name.
+
+        Args:
+            topk: records a row names, at most.
+            of_one_request: rows that belong to one request, at most.
+            longest: positions of the longest request.
+
+        Raises:
+            ValueError: topk is above that at construction.
+        """
         if topk > self.topk:
             raise ValueError(f"topk: got {topk}, accepted are at most {self.topk} as at construction")
         hot, page = self.hot.hot_records, self.cache.block_size
@@ -140,13 +149,18 @@ class HostCache:
         return self.max_rows if whole or of_one_request <= of_request else min(self.max_rows, of_request)
 
     def bring(
-        self,
-        indices: torch.Tensor,
-        request_ids: torch.Tensor,
-        block_table: torch.Tensor,
-        shard: Shard | None = None,
+        self, indices: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, shard: Shard | None = None
     ) -> tuple[PagedKVCache, torch.Tensor]:
-        """See HostRecords.
+        """Makes the records that rows name resident.
+
+        Args:
+            indices: (rows, topk) int32 positions, no more rows than `rows_at_once`; what names no record is no key.
+            request_ids: (rows,) int32.
+            block_table: (requests, pages) int32.
+            shard: see the class.
+
+        Returns:
+            The hot buffer, and (rows, topk) int32 slots in it, -1 for no key. Valid until the next call.
 
         Raises:
             ValueError: too many rows or columns, or a block table for more requests or positions than there are lanes.
@@ -161,7 +175,9 @@ class HostCache:
         return self.hot.pool, slots
 
     def stage(self, pieces: Sequence[Piece], block_table: torch.Tensor) -> Iterator[PagedKVCache]:
-        """See HostRecords.
+        """For each piece a cache of one page on the device with its records, in order; valid until the next is taken.
+
+        The first piece is on its way when this returns; while one is used, the next is.
 
         Raises:
             ValueError: a piece of more than `staged_records`.
@@ -177,10 +193,7 @@ class HostCache:
         def fill(piece: Piece, buffer: torch.Tensor) -> None:
             request, begin, end = piece
             positions = torch.arange(begin, end, device=self.device)
-            ids = torch.full_like(positions, request)
-            slots = slots_from_positions(
-                block_table, ids, positions, self.cache.block_size, num_slots=self.cache.num_slots
-            )
+            slots = self._host_slots(positions, torch.full_like(positions, request), block_table)
             page = Records.of_pool(_one_page(buffer, self.layout, end - begin))
             count = end - begin
             move(self._host_records, slots, page, None, device=self.device, count=count, programs=STAGE_PROGRAMS)
@@ -199,37 +212,25 @@ class HostCache:
         shard: Shard | None = None,
         scale_style: ScaleStyle = "float32",
     ) -> None:
-        """Quantises and stores the records of new tokens, in host memory and in the hot buffer (decodes).
+        """Stores the records of new tokens in host memory and in the hot buffer (decodes).
 
         Args:
-            kv: (n, d_qk) of a floating dtype on the device; columns [latent | rotary].
-            positions: (n,) int32. What names no record (or under `shard` another rank's) is skipped.
+            kv: (n, d_qk) of a floating dtype, columns [latent | rotary], which is quantised; or (n, record_bytes)
+                uint8 as `pack` makes them, which takes no memory on a GPU.
+            positions: (n,) int32. What names no record is skipped.
             request_ids, block_table, shard: as in `bring`.
             scale_style: see `sparsemla.formats.pack`.
 
         Raises:
             ValueError: shapes that do not fit, or more rows than the hot buffer of a request holds.
         """
-        records = pack(kv, self.layout.format, scale_style=scale_style, d_qk=_width(self.layout))
-        self.append_records(records, positions, request_ids, block_table, shard)
-
-    def append_records(
-        self,
-        records: torch.Tensor,
-        positions: torch.Tensor,
-        request_ids: torch.Tensor,
-        block_table: torch.Tensor,
-        shard: Shard | None = None,
-    ) -> None:
-        """As `append`, of records (n, record_bytes) uint8 as `pack` makes them. Takes no memory on a GPU."""
-        count = self._check_new(records, positions)
+        records, count = self._packed(kv, positions, scale_style)
         most = min(self.hot.hot_records, self.max_rows * self.topk)
         if count > most:
-            raise ValueError(f"records: got {count}, accepted are at most {most} at once (more: write_records)")
+            raise ValueError(f"kv: got {count} records, accepted are at most {most} at once (more: write)")
         slots, host = self._plan(positions.view(-1, 1), request_ids, block_table, shard, append=True)
         slots, host = slots.view(-1), host.view(-1)
-        rows = Records.of_rows(records, self.layout)
-        move(rows, None, self._hot_records, slots, device=self.device, count=count)
+        move(records, None, self._hot_records, slots, device=self.device, count=count)
         # From the hot buffer, so that both hold the same where a caller names a position twice.
         move(self._hot_records, slots, self._host_records, host, device=self.device, count=count)
 
@@ -242,39 +243,20 @@ class HostCache:
         shard: Shard | None = None,
         scale_style: ScaleStyle = "float32",
     ) -> None:
-        """As `append`, in host memory alone and any number (prefills); older copies in the hot buffer are dropped."""
-        records = pack(kv, self.layout.format, scale_style=scale_style, d_qk=_width(self.layout))
-        self.write_records(records, positions, request_ids, block_table, shard)
-
-    def write_records(
-        self,
-        records: torch.Tensor,
-        positions: torch.Tensor,
-        request_ids: torch.Tensor,
-        block_table: torch.Tensor,
-        shard: Shard | None = None,
-    ) -> None:
-        """As `write`, of records (n, record_bytes) uint8."""
-        count = self._check_new(records, positions)
+        """As `append`, in host memory alone and any number (prefills). What was hot of these requests is forgotten."""
+        records, count = self._packed(kv, positions, scale_style)
         self._check_table(block_table)
-        local = held_positions(positions.long(), shard)
-        slots = slots_from_positions(
-            block_table, request_ids, local, self.cache.block_size, num_slots=self.cache.num_slots
-        )
-        known = slots >= 0
-        requests = self.lanes.max_requests
-        lane = self.lanes.of_request[request_ids.long().clamp(0, requests - 1)].long()
-        lane = torch.where(known, lane, -1)
-        self.hot.forget(torch.where(lane >= 0, local, -1), lane)
-        rows = Records.of_rows(records, self.layout)
-        move(rows, None, self._host_records, slots, device=self.device, count=count)
-        self._written += known.sum()
+        slots = self._host_slots(held_positions(positions.long(), shard), request_ids, block_table)
+        lane = self.lanes.of_request[request_ids.long().clamp(0, self.lanes.max_requests - 1)].long()
+        self.hot.forget(torch.where(slots >= 0, lane, -1))
+        move(records, None, self._host_records, slots, device=self.device, count=count)
+        self._written += (slots >= 0).sum()
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def drop(self, lane: int) -> None:
         """Forgets what is hot of a lane. Nothing is lost: it comes again when it is named."""
-        self.hot.drop(lane)
+        self.hot.position_of[lane].fill_(-1)
 
     def stats(self) -> HostCacheStats:
         """What was counted. Waits for the device."""
@@ -307,9 +289,8 @@ class HostCache:
         append: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_table(block_table)
-        for name, given in (("indices", indices), ("request_ids", request_ids)):
-            if given.dtype != torch.int32 or given.device.type != self.device.type:
-                raise ValueError(f"{name}: got {given.dtype} on {given.device}, accepted is int32 on {self.device}")
+        self._check_int32("indices", indices)
+        self._check_int32("request_ids", request_ids)
         return self.hot.plan(
             indices,
             request_ids,
@@ -320,11 +301,16 @@ class HostCache:
             append=append,
         )
 
+    def _host_slots(self, local: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        block, slots = self.cache.block_size, self.cache.num_slots
+        return slots_from_positions(block_table, request_ids, local, block, num_slots=slots)
+
+    def _check_int32(self, name: str, given: torch.Tensor) -> None:
+        if given.dtype != torch.int32 or given.device.type != self.device.type:
+            raise ValueError(f"{name}: got {given.dtype} on {given.device}, accepted is int32 on {self.device}")
+
     def _check_table(self, block_table: torch.Tensor) -> None:
-        if block_table.dtype != torch.int32 or block_table.device.type != self.device.type:
-            raise ValueError(
-                f"block_table: got {block_table.dtype} on {block_table.device}, accepted is int32 on {self.device}"
-            )
+        self._check_int32("block_table", block_table)
         requests, pages = block_table.shape
         positions = pages * self.cache.block_size
         if requests > self.lanes.max_requests or positions > self.lanes.max_len:
@@ -333,18 +319,14 @@ class HostCache:
                 f"{self.lanes.max_requests} requests (max_requests) of {self.lanes.max_len} (max_len)"
             )
 
-    def _check_new(self, records: torch.Tensor, positions: torch.Tensor) -> int:
-        count = positions.shape[0]
-        if records.dtype != torch.uint8 or tuple(records.shape) != (count, self.layout.record_bytes):
-            raise ValueError(
-                f"records: got shape {tuple(records.shape)} of {records.dtype}, accepted is "
-                f"({count}, {self.layout.record_bytes}) of torch.uint8"
-            )
-        return count
-
-
-def _width(layout: RecordLayout) -> int | None:
-    return layout.d_qk if layout.format is KVFormat.BF16 else None
+    def _packed(self, kv: torch.Tensor, positions: torch.Tensor, scale_style: ScaleStyle) -> tuple[Records, int]:
+        """Records of new tokens, and their number."""
+        if kv.dtype != torch.uint8:
+            kv = pack(kv, self.layout.format, scale_style=scale_style, d_qk=self._width)
+        want = (positions.shape[0], self.layout.record_bytes)
+        if tuple(kv.shape) != want:
+            raise ValueError(f"kv: got records of shape {tuple(kv.shape)}, accepted is {want}")
+        return Records.of_rows(kv, self.layout), want[0]
 
 
 def _one_page(buffer: torch.Tensor, layout: RecordLayout, records: int) -> PagedKVCache:

@@ -22,18 +22,18 @@ import torch
 from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.formats import KVFormat
 from sparsemla.serving.host_cache.lanes import RequestLanes
-from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device
-from sparsemla.serving.host_cache.records import Shard
+from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device, one_word_a_thread
+
+Shard = tuple[int, int, int]
+"""(rank, world, interleave), as `context_shard` of `sparse_mla_attention`."""
 
 _BIG = 2**31 - 1
 HITS, MISSES, APPENDED, OVERFLOWED = range(4)
 """Columns of `HotSet.counters`."""
 _BLOCK, _SLOT_BLOCK, _ROW_BLOCK = 2048, 4096, 128
 """Entries, slots and rows that a plan's kernel treats at once: each step over them waits for memory a few times."""
-_PROGRAMS = 2048
-"""Programs that bring records, over all lanes; each has one record on its way."""
-_LEAST_PROGRAMS = 64
-"""The same, of a lane at least."""
+_PROGRAMS, _LEAST_PROGRAMS = 2048, 64
+"""Programs that bring records, each with one on its way: over all lanes, and of a lane at least."""
 
 
 class HotSet:
@@ -96,43 +96,22 @@ class HotSet:
             count, device = slots.numel(), self.pool.device
             move(source, fetch.view(-1), self._records, slots.view(-1), device=device, count=count)
             return
-        lanes = self.lanes.max_requests
+        lanes, target = self.lanes.max_requests, self._records
         programs = max(_PROGRAMS // lanes, _LEAST_PROGRAMS)
         with on_device(self.pool.device):
-            for (at, row, size), (to_at, to_row, _) in zip(source.parts, self._records.parts, strict=True):
-                padded = 1 << (size - 1).bit_length()
+            for (at, row, size), (to_at, to_row, _) in zip(source.parts, target.parts, strict=True):
                 self._code.bring[(lanes * programs,)](
-                    source.words,
-                    source.block,
-                    source.page,
-                    row,
-                    at,
-                    self._records.words,
-                    self.hot_records,
-                    self._records.page,
-                    to_row,
-                    to_at,
-                    self._host_list,
-                    self._lists[1],
-                    self._brought,
-                    WORDS=size,
-                    PADDED=padded,
-                    PROGRAMS=programs,
-                    num_warps=max(padded // 32, 1),
-                )
+                    source.words, source.block, source.page, row, at,
+                    target.words, self.hot_records, target.page, to_row, to_at,
+                    self._host_list, self._lists[1], self._brought, PROGRAMS=programs, **one_word_a_thread(size),
+                )  # fmt: skip
 
-    def drop(self, lane: int) -> None:
-        """Nothing of a lane is hot any more."""
-        self.position_of[lane].fill_(-1)
-
-    def forget(self, positions: torch.Tensor, lanes: torch.Tensor) -> None:
-        """Single records are not hot any more: (n,) integer positions of (n,) int64 lanes, negative for none."""
-        spare, keys, held = self._keys(positions, lanes, lanes >= 0)
-        self._write_directory()
-        slot = self.lanes.directory[keys].long()
-        at = torch.where(held & (slot >= 0) & (slot < self.hot_records), lanes * self.hot_records + slot, spare)
-        at = torch.where(self._position_of[at] == positions, at, spare)
-        self._position_of[at] = -1
+    def forget(self, lanes: torch.Tensor) -> None:
+        """Nothing of these lanes is hot any more: (n,) int64, negative for none."""
+        count = self.lanes.max_requests
+        named = torch.zeros(count + 1, dtype=torch.bool, device=lanes.device)
+        named[torch.where(lanes >= 0, lanes, count)] = True
+        self.position_of.masked_fill_(named[:count, None], -1)
 
     def plan(
         self,
@@ -167,61 +146,25 @@ class HotSet:
         if self._code is None:
             self._plan(slots, fetch, indices, request_ids, block_table, block_size, num_slots, shard, append)
             return slots, fetch
-        rank, world, interleave = (0, 1, 1) if shard is None else shard
         lanes = self.lanes
         with on_device(self.pool.device):
             self._code.plan[(lanes.max_requests + rows,)](
-                indices,
-                indices.stride(0),
-                request_ids,
-                lanes.of_request,
-                block_table,
-                block_table.stride(0),
-                *block_table.shape,
-                lanes.directory,
-                self.position_of,
-                self.order,
-                *self._lists,
-                self._host_list,
-                self._brought,
-                self._clock,
-                self.counters,
-                slots,
-                fetch,
-                rows,
-                topk,
-                lanes.max_requests,
-                lanes.max_len,
-                self.hot_records,
-                block_size,
-                num_slots,
-                rank,
-                world,
-                interleave,
-                APPEND=append,
-                BLOCK=_BLOCK,
-                SLOT_BLOCK=_SLOT_BLOCK,
-                ROW_BLOCK=_ROW_BLOCK,
-                num_warps=16,
-            )
+                indices, indices.stride(0), request_ids, lanes.of_request,
+                block_table, block_table.stride(0), *block_table.shape, lanes.directory,
+                self.position_of, self.order, *self._lists, self._host_list, self._brought, self._clock, self.counters,
+                slots, fetch, rows, topk, lanes.max_requests, lanes.max_len, self.hot_records, block_size, num_slots,
+                *(shard or (0, 1, 1)),
+                APPEND=append, BLOCK=_BLOCK, SLOT_BLOCK=_SLOT_BLOCK, ROW_BLOCK=_ROW_BLOCK, num_warps=16,
+            )  # fmt: skip
         return slots, fetch
 
     # -- in torch ------------------------------------------------------------------------------------------------------
 
-    def _keys(
-        self, positions: torch.Tensor, lanes: torch.Tensor, held: torch.Tensor
-    ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """(spare slot, elements of the directory, which are real); the spare element where not held."""
-        held = held & (positions >= 0) & (positions < self.lanes.max_len)
-        spare = self.lanes.directory.numel() - 1
-        return self._position_of.numel() - 1, torch.where(held, lanes * self.lanes.max_len + positions, spare), held
-
     def _write_directory(self) -> None:
         count, hot = self.position_of.shape
-        device = self.position_of.device
-        lane = torch.arange(count, device=device).unsqueeze(1)
-        positions = self.position_of.long()
-        _, keys, _ = self._keys(positions, lane, positions >= 0)
+        device, max_len = self.position_of.device, self.lanes.max_len
+        start = torch.arange(0, count * max_len, max_len, device=device).unsqueeze(1)
+        keys = torch.where(self.position_of >= 0, start + self.position_of, self.lanes.directory.numel() - 1)
         numbers = torch.arange(hot, dtype=torch.int32, device=device).repeat(count)
         self.lanes.directory.index_put_((keys.view(-1),), numbers)
 
@@ -240,7 +183,8 @@ class HotSet:
         rows, topk = indices.shape
         count, hot = self.position_of.shape
         device = indices.device
-        directory = self.lanes.directory
+        directory, max_len = self.lanes.directory, self.lanes.max_len
+        spare, nowhere = count * hot, directory.numel() - 1
         # The lane of each row (count: none), the record of each entry.
         known = (request_ids >= 0) & (request_ids < block_table.shape[0])
         row_lane = self.lanes.of_request[request_ids.clamp(0, count - 1).long()].long()
@@ -248,7 +192,8 @@ class HotSet:
         host = slots_from_positions(block_table, request_ids, indices, block_size, shard, num_slots=num_slots)
         position = local_positions(indices.long(), shard)
         lane = row_lane.unsqueeze(1).expand(rows, topk)
-        spare, keys, key = self._keys(position, lane, (host >= 0) & (lane < count))
+        key = (host >= 0) & (lane < count) & (position >= 0) & (position < max_len)
+        keys = torch.where(key, lane * max_len + position, nowhere)
 
         self._write_directory()
         slot = directory[keys].long()
@@ -259,7 +204,7 @@ class HotSet:
 
         miss = key & ~hit
         entry = torch.arange(rows * topk, dtype=torch.int32, device=device).view(rows, topk)
-        missing = torch.where(miss, keys, directory.numel() - 1)
+        missing = torch.where(miss, keys, nowhere)
         directory[missing] = _BIG
         directory.scatter_reduce_(0, missing.view(-1), entry.view(-1), "amin")
         first = directory[keys].long()

@@ -42,14 +42,8 @@ class Records:
         parts = [(0, layout.data_bytes, layout.data_bytes)]
         if layout.scales_after_page:
             parts.append((layout.scale_area_offset(pool.block_size), layout.scale_bytes, layout.scale_bytes))
-        return cls(
-            layout,
-            pool.byte_view.view(torch.int64),
-            pool.block_size,
-            pool.page_stride_bytes // _WORD,
-            _in_words(parts),
-            pool,
-        )
+        words, page = pool.byte_view.view(torch.int64), pool.page_stride_bytes // _WORD
+        return cls(layout, words, pool.block_size, page, _in_words(parts), pool)
 
     @classmethod
     def of_rows(cls, records: torch.Tensor, layout: RecordLayout) -> Records:
@@ -115,28 +109,19 @@ def move(
     if code is None:
         _by_host(source, source_slots, target, target_slots, count, device)
         return
-    grid = min(count, programs or _PROGRAMS)
+    grid = (min(count, programs or _PROGRAMS),)
     with on_device(device):
-        for (source_at, source_row, size), (target_at, target_row, _) in zip(source.parts, target.parts, strict=True):
-            padded = 1 << (size - 1).bit_length()
-            code.move[(grid,)](
-                source.words,
-                source_slots,
-                source.block,
-                source.page,
-                source_row,
-                source_at,
-                target.words,
-                target_slots,
-                target.block,
-                target.page,
-                target_row,
-                target_at,
-                count,
-                WORDS=size,
-                PADDED=padded,
-                num_warps=max(padded // 32, 1),
-            )
+        for (at, row, size), (to_at, to_row, _) in zip(source.parts, target.parts, strict=True):
+            code.move[grid](
+                source.words, source_slots, source.block, source.page, row, at,
+                target.words, target_slots, target.block, target.page, to_row, to_at, count, **one_word_a_thread(size),
+            )  # fmt: skip
+
+
+def one_word_a_thread(words: int) -> dict[str, int]:
+    """Constants of a kernel that copies parts of so many words."""
+    padded = 1 << (words - 1).bit_length()
+    return {"WORDS": words, "PADDED": padded, "num_warps": max(padded // 32, 1)}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

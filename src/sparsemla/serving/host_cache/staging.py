@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import TypeVar
 
 import torch
 
 from sparsemla.cache import check_count
 
-T = TypeVar("T")
+Piece = tuple[int, int, int]
+"""(request, begin, end): the records of a request's positions (under DCP: this rank's local positions) begin to end."""
+Fill = Callable[[Piece, torch.Tensor], None]
 
 
 class StagingRing:
@@ -28,10 +28,10 @@ class StagingRing:
         check_count("nbytes", nbytes, 1)
         self.device = torch.device(device)
         self.buffers = torch.zeros((2, -(-nbytes // 256) * 256), dtype=torch.uint8, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        self._stream = _new_stream(self.device) if on_gpu else None
-        self._free = [_new_event() for _ in range(2)] if on_gpu else []
-        self._ready = [_new_event() for _ in range(2)] if on_gpu else []
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._free, self._ready = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))  # type: ignore[no-untyped-call]
         self._turn = 0
 
     @property
@@ -39,7 +39,7 @@ class StagingRing:
         """Bytes of one buffer."""
         return self.buffers.shape[1]
 
-    def run(self, pieces: Sequence[T], fill: Callable[[T, torch.Tensor], None]) -> Iterator[tuple[T, torch.Tensor]]:
+    def run(self, pieces: Sequence[Piece], fill: Fill) -> Iterator[tuple[Piece, torch.Tensor]]:
         """(piece, buffer filled for it), in order; a buffer is valid until the next is taken.
 
         `fill` runs on the ring's stream and sees what the current stream was given before this call. The first piece
@@ -51,9 +51,7 @@ class StagingRing:
         first = self._fill(pieces[0], fill, wait=False) if pieces else 0
         return self._rest(pieces, fill, first)
 
-    def _rest(
-        self, pieces: Sequence[T], fill: Callable[[T, torch.Tensor], None], turn: int
-    ) -> Iterator[tuple[T, torch.Tensor]]:
+    def _rest(self, pieces: Sequence[Piece], fill: Fill, turn: int) -> Iterator[tuple[Piece, torch.Tensor]]:
         for number, piece in enumerate(pieces):
             # The other buffer's last user came before this piece was asked for.
             following = self._fill(pieces[number + 1], fill, wait=number > 0) if number + 1 < len(pieces) else turn
@@ -66,20 +64,14 @@ class StagingRing:
                     self._free[turn].record(torch.cuda.current_stream(self.device))
             turn = following
 
-    def _fill(self, piece: T, fill: Callable[[T, torch.Tensor], None], *, wait: bool) -> int:
+    def _fill(self, piece: Piece, fill: Fill, *, wait: bool) -> int:
         turn, self._turn = self._turn, 1 - self._turn
-        if self._stream is not None and wait:
-            self._stream.wait_event(self._free[turn])
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        if self._stream is None:
             fill(piece, self.buffers[turn])
-            if self._stream is not None:
-                self._ready[turn].record(self._stream)
+            return turn
+        if wait:
+            self._stream.wait_event(self._free[turn])
+        with torch.cuda.stream(self._stream):
+            fill(piece, self.buffers[turn])
+            self._ready[turn].record(self._stream)
         return turn
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
