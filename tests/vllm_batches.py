@@ -100,32 +100,30 @@ def cache_spec(head_size: int, cache_dtype: str, block_size: int = BLOCK) -> MLA
 
 
 def make_impl(
-    backend: Any, config: Any, buffer: torch.Tensor, *, heads: int, scale: float, rank: int = 0, indexer: Any = None
+    backend: Any, config: Any, buffer: torch.Tensor | None, *, heads: int, scale: float, rank: int = 0, **changes: Any
 ) -> Any:
-    """A layer's impl, made as vLLM's MLAAttention makes it."""
+    """A layer's impl, made as vLLM's MLAAttention makes it, but for `changes`."""
     text, parallel = config.model_config.hf_text_config, config.parallel_config
+    given: dict[str, Any] = {
+        "num_heads": heads,
+        "head_size": 512 + text.qk_rope_head_dim,
+        "scale": scale,
+        "num_kv_heads": 1,
+        "attn_type": "decoder",
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": text.qk_rope_head_dim,
+        "qk_head_dim": 128 + text.qk_rope_head_dim,
+        "v_head_dim": 128,
+        "topk_indices_buffer": buffer,
+        "indexer": None,
+    }
+    given |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_b_proj"))
+    given |= {"kv_sharing_target_layer_name": None, **changes}
     with set_current_vllm_config(config), context_group(rank, parallel.decode_context_parallel_size):
-        return backend.get_impl_cls()(
-            num_heads=heads,
-            head_size=512 + text.qk_rope_head_dim,
-            scale=scale,
-            num_kv_heads=1,
-            alibi_slopes=None,
-            sliding_window=None,
-            kv_cache_dtype=config.cache_config.cache_dtype,
-            logits_soft_cap=None,
-            attn_type="decoder",
-            kv_sharing_target_layer_name=None,
-            q_lora_rank=text.q_lora_rank,
-            kv_lora_rank=512,
-            qk_nope_head_dim=text.qk_nope_head_dim,
-            qk_rope_head_dim=text.qk_rope_head_dim,
-            qk_head_dim=text.qk_nope_head_dim + text.qk_rope_head_dim,
-            v_head_dim=text.v_head_dim,
-            kv_b_proj=None,
-            indexer=indexer,
-            topk_indices_buffer=buffer,
-        )
+        return backend.get_impl_cls()(**given)
 
 
 def make_builder(backend: Any, config: Any, spec: Any, device: torch.device | str = "cpu") -> Any:
