@@ -5,14 +5,15 @@ Run: ``PYTHONPATH=src python benchmarks/host_cache.py --out host_cache.json`` (u
 on the CPU). Each request's keys slide over a ring of positions that is longer than its hot buffer: a step keeps the
 given share of the step before and names as many records that were displaced long ago. A whole turn of the ring is one
 CUDA graph, so every replay is in the same steady state; microseconds are those of one step. Beside the steps: what
-bringing a whole top-k costs against one plain copy of as many bytes, what the other way (the host looks at the misses,
-gathers, copies once) costs, and how much of staging a context hides behind attention. Exit status 1 where an answer
-differs from that over the whole cache in any bit.
+bringing a whole top-k costs, launches included, by the device and by the host (which looks at the misses, gathers and
+copies once), against one plain copy of as many bytes; and how much of staging a context hides behind attention. Exit
+status 1 where an answer differs from that over the whole cache in any bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,12 +29,12 @@ from sparsemla.attention import sparse_mla_attention
 from sparsemla.bench.report import quotable, write_json
 from sparsemla.bench.timing import Effort, alternate
 from sparsemla.cache import PagedKVCache
-from sparsemla.kernels import registry
-from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool
+from sparsemla.serving.host_cache import HostCache, RequestLanes, StagingRing, host_pool, moving
 
 RATES = (0.5, 0.9, 0.99)
 BLOCK = 64
 SCALE = 576**-0.5
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -58,70 +60,57 @@ class Setting:
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
-        gen = torch.Generator(device).manual_seed(0)
         pages = sizes.context // BLOCK
         self.cache = PagedKVCache.allocate(pages, BLOCK, "fp8_ds_mla", device=device)
-        for begin in range(0, sizes.context, 32_768):
-            slots = torch.arange(begin, min(begin + 32_768, sizes.context), device=device)
-            self.cache.write(slots, torch.randn((len(slots), 576), generator=gen, device=device))
-        started = time.monotonic()
+        for slots in torch.arange(sizes.context, device=device).split(32_768):
+            self.cache.write(slots, torch.randn((len(slots), 576), device=device))
         self.pool = host_pool(pages, BLOCK, "fp8_ds_mla")
         self.pool.byte_view.copy_(self.cache.byte_view)
-        self.pin_seconds = time.monotonic() - started
-        self.page_order = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32).to(device)
+        self.page_order = torch.randperm(pages).to(torch.int32).to(device)
 
     def host(self, batch: int, staging: StagingRing | None = None) -> HostCache:
         """A host cache with its hot buffer empty."""
-        lanes = RequestLanes(max_requests=batch, max_len=self.sizes.context, device=self.device)
         sizes = self.sizes
+        lanes = RequestLanes(max_requests=batch, max_len=sizes.context, device=self.device)
         return HostCache(self.pool, lanes, hot_records=sizes.hot, topk=sizes.topk, max_rows=batch, staging=staging)
 
-    def table(self, batch: int) -> torch.Tensor:
-        """(batch, pages) int32: every request has all pages."""
-        return self.page_order.repeat(batch, 1)
+    def requests(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One row a request, each with all pages: (batch,) ids and (batch, pages) block table, int32."""
+        return torch.arange(batch, dtype=torch.int32, device=self.device), self.page_order.repeat(batch, 1)
+
+    def positions(self, batch: int, count: int) -> torch.Tensor:
+        """(batch, count) int32, different ones in each row."""
+        rows = [torch.randperm(self.sizes.context)[:count] for _ in range(batch)]
+        return torch.stack(rows).to(torch.int32).to(self.device)
 
     def turn(self, batch: int, rate: float) -> list[torch.Tensor]:
         """Steps of one turn of the ring: (batch, topk) int32 each."""
-        sizes = self.sizes
-        fresh = round(sizes.topk * (1 - rate))
-        steps = math.ceil(1.25 * sizes.hot / fresh)
-        gen = torch.Generator().manual_seed(2)
-        ring = torch.stack([torch.randperm(sizes.context, generator=gen)[: steps * fresh] for _ in range(batch)]).to(
-            torch.int32
-        )
-        if ring.shape[1] < sizes.topk:
-            raise ValueError("rate: the ring is shorter than a top-k")
-        places = torch.arange(sizes.topk)
-        return [ring[:, (step * fresh + places) % ring.shape[1]].to(self.device) for step in range(steps)]
-
-
-def cases(sizes: Sizes) -> list[tuple[int, int, float]]:
-    """(heads, batch, hit rate) of every row."""
-    return [(heads, batch, rate) for heads in sizes.heads for batch in sizes.batches for rate in RATES]
+        topk = self.sizes.topk
+        fresh = round(topk * (1 - rate))
+        steps = math.ceil(1.25 * self.sizes.hot / fresh)
+        ring = self.positions(batch, steps * fresh)
+        places = torch.arange(topk, device=self.device)
+        return [ring[:, (step * fresh + places) % ring.shape[1]] for step in range(steps)]
 
 
 def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[str, Any]:
     """Times a turn over the host cache, over the whole cache, and of the plan and the bringing alone."""
-    device = setting.device
+    device, pool = setting.device, setting.pool
     turn = setting.turn(batch, rate)
     host = setting.host(batch)
-    table = setting.table(batch)
-    ids = torch.arange(batch, dtype=torch.int32, device=device)
+    ids, table = setting.requests(batch)
     q = torch.randn((batch, heads, 576), device=device).to(torch.bfloat16)
-    out = torch.empty((batch, heads, 512), dtype=torch.bfloat16, device=device)
-    whole = torch.empty_like(out)
+    hosted, whole = (torch.empty((batch, heads, 512), dtype=torch.bfloat16, device=device) for _ in range(2))
     lse = torch.empty((batch, heads), device=device)
+    into = {"softmax_scale": SCALE, "lse": lse}
 
     def over_host() -> None:
         for positions in turn:
-            hot, slots = host.bring(positions, ids, table)
-            sparse_mla_attention(q, hot, slots, softmax_scale=SCALE, out=out, lse=lse)
+            sparse_mla_attention(q, *host.bring(positions, ids, table), out=hosted, **into)
 
     def resident() -> None:
         for positions in turn:
-            sparse_mla_attention(
-                q, setting.cache, positions, softmax_scale=SCALE, block_table=table, request_ids=ids, out=whole, lse=lse
-            )
+            sparse_mla_attention(q, setting.cache, positions, block_table=table, request_ids=ids, out=whole, **into)
 
     def bring_only() -> None:
         for positions in turn:
@@ -129,11 +118,11 @@ def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[st
 
     def plan_only() -> None:
         for positions in turn:
-            host.hot.plan(positions, ids, table, block_size=BLOCK, num_slots=setting.pool.num_slots)
+            host.hot.plan(positions, ids, table, block_size=BLOCK, num_slots=pool.num_slots)
 
     over_host()
     resident()
-    same = torch.equal(out, whole)
+    same = torch.equal(hosted, whole)
     host.reset_stats()
     over_host()
     stats = host.stats()
@@ -141,8 +130,9 @@ def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[st
     # A plan alone leaves the hot buffer without the records it planned; nothing reads them after this.
     runs = {"host": over_host, "resident": resident, "bring": bring_only, "plan": plan_only}
     found = alternate(runs, Effort(setting.sizes.samples, 1), device)
-    times = {name: None if isinstance(timing, str) else timing.median_us / steps for name, timing in found.items()}
+    us = {name: None if isinstance(timing, str) else timing.median_us / steps for name, timing in found.items()}
     moved = stats.bytes_to_device / steps
+    bringing = None if us["bring"] is None or us["plan"] is None else us["bring"] - us["plan"]
     return {
         "heads": heads,
         "batch": batch,
@@ -150,121 +140,64 @@ def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[st
         "measured_rate": round(stats.hit_rate, 4),
         "steps": steps,
         "bytes_per_step": round(moved),
-        "host_us": rounded(times["host"]),
-        "resident_us": rounded(times["resident"]),
-        "bring_us": rounded(times["bring"]),
-        "plan_us": rounded(times["plan"]),
-        "gb_s": bandwidth(moved, times["bring"], times["plan"]),
+        **{f"{name}_us": None if each is None else round(each, 1) for name, each in us.items()},
+        "gb_s": gb_s(moved, bringing),
         "same_bits": same,
         "overflowed": stats.overflowed,
         "notes": [f"{name}: {timing}" for name, timing in found.items() if isinstance(timing, str)],
     }
 
 
-def rounded(us: float | None) -> float | None:
-    """To a tenth of a microsecond."""
-    return None if us is None else round(us, 1)
+def gb_s(nbytes: float, us: float | None) -> float | None:
+    """None where it took no time."""
+    return round(nbytes / us / 1e3, 2) if us is not None and us > 0 else None
 
 
-def bandwidth(nbytes: float, us: float | None, less_us: float | None = 0.0) -> float | None:
-    """GB/s of what took `us` less `less_us`; None where that is nothing."""
-    if us is None or less_us is None or us <= less_us:
-        return None
-    return round(nbytes / (us - less_us) / 1e3, 2)
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for the terminal."""
-    return (
-        f"h={row['heads']:3} b={row['batch']:3} hits {row['measured_rate']:.3f}: {row['host_us']} us against "
-        f"{row['resident_us']} us resident (plan {row['plan_us']}, plan and bring {row['bring_us']}), "
-        f"{row['bytes_per_step']:,} bytes a step, {row['gb_s']} GB/s{'' if row['same_bits'] else '  DIFFERENT BITS'}"
-    )
-
-
-def wall(run: Callable[[], object], device: torch.device, samples: int) -> float:
-    """Median microseconds of a run that may wait for the device, which is waited for before and after."""
+def wall(run: Run, device: torch.device, samples: int) -> float:
+    """Median microseconds of a run, launches included, after one that is not counted."""
     taken = []
-    for _ in range(samples):
-        synchronize(device)
+    for _ in range(samples + 1):
         begin = time.perf_counter()
         run()
-        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         taken.append((time.perf_counter() - begin) * 1e6)
-    return sorted(taken)[len(taken) // 2]
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return round(sorted(taken[1:])[samples // 2], 1)
 
 
 def cold(setting: Setting, batch: int) -> dict[str, Any]:
     """A whole top-k brought at once, by the device and by the host, against a plain copy of as many bytes."""
-    sizes, device = setting.sizes, setting.device
-    gen = torch.Generator().manual_seed(3)
-    positions = torch.stack([torch.randperm(sizes.context, generator=gen)[: sizes.topk] for _ in range(batch)])
-    positions = positions.to(torch.int32).to(device)
-    ids = torch.arange(batch, dtype=torch.int32, device=device)
-    table = setting.table(batch)
-    nbytes = batch * sizes.topk * setting.pool.layout.record_bytes
+    device, samples = setting.device, 5
+    positions = setting.positions(batch, setting.sizes.topk)
+    ids, table = setting.requests(batch)
+    nbytes = positions.numel() * setting.pool.layout.record_bytes
+    plain, target = setting.pool.byte_view[:nbytes], torch.empty(nbytes, dtype=torch.uint8, device=device)
+    host = setting.host(batch)
 
-    def bringing(host: HostCache) -> Callable[[], object]:
-        def run() -> None:
-            host.hot.position_of.fill_(-1)
-            host.bring(positions, ids, table)
+    def bring() -> None:
+        host.hot.position_of.fill_(-1)
+        host.bring(positions, ids, table)
 
-        run()
-        return run
-
-    by_device = setting.host(batch)
-    by_host = setting.host(batch)
-    by_host.hot._code = None  # torch operations: the misses go to the host, which gathers and copies once
-    plain = setting.pool.byte_view[:nbytes]
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    samples = 5
-    times = {
-        "device": wall(bringing(by_device), device, samples),
-        "host": wall(host_gathers(by_host, bringing(by_host)), device, samples),
+    us = {
+        "device": wall(bring, device, samples),
         "copy": wall(lambda: target.copy_(plain, non_blocking=True), device, samples),
     }
-    return {
-        "batch": batch,
-        "bytes": nbytes,
-        **{f"{name}_us": rounded(us) for name, us in times.items()},
-        **{f"{name}_gb_s": bandwidth(nbytes, us) for name, us in times.items()},
-    }
-
-
-def host_gathers(host: HostCache, run: Callable[[], object]) -> Callable[[], object]:
-    """`run` with every copy of records made by the host."""
-    from sparsemla.serving.host_cache import moving
-
-    def wrapped() -> None:
-        code, moving.device_code = moving.device_code, lambda device_type: None  # type: ignore[assignment]
-        try:
-            run()
-        finally:
-            moving.device_code = code
-
-    return wrapped
+    host.hot._code = None  # torch operations: the misses go to the host, which gathers and copies once
+    with mock.patch.object(moving, "device_code", return_value=None):
+        us["host"] = wall(bring, device, samples)
+    rates = {f"{name}_gb_s": gb_s(nbytes, each) for name, each in us.items()}
+    return {"batch": batch, "bytes": nbytes, **{f"{name}_us": each for name, each in us.items()}, **rates}
 
 
 def staging(setting: Setting) -> dict[str, Any]:
     """Contexts staged ahead of the attention of prefill rows: alone, attention alone, together."""
-    sizes, device = setting.sizes, setting.device
-    ring = StagingRing(setting.pool.layout.page_bytes(sizes.staged), device=device)
-    host = setting.host(1, ring)
-    table = setting.table(1)
+    sizes, device, layout = setting.sizes, setting.device, setting.pool.layout
+    host = setting.host(1, StagingRing(layout.page_bytes(sizes.staged), device=device))
+    _, table = setting.requests(1)
     pieces = [(0, begin, begin + sizes.staged) for begin in range(0, sizes.context, sizes.staged)] * 2
     q = torch.randn((sizes.prefill_rows, sizes.heads[0], 576), device=device).to(torch.bfloat16)
     slots = torch.randint(0, sizes.staged, (sizes.prefill_rows, sizes.topk), dtype=torch.int32, device=device)
     out = torch.empty((*q.shape[:2], 512), dtype=torch.bfloat16, device=device)
-
-    def stage() -> None:
-        for _ in host.stage(pieces, table):
-            pass
 
     def attend(cache: PagedKVCache) -> None:
         for _ in range(4):
@@ -278,16 +211,15 @@ def staging(setting: Setting) -> dict[str, Any]:
         for cache in host.stage(pieces, table):
             attend(cache)
 
-    for run in (stage, attention, together):
-        run()
-    alone, busy, both = (wall(run, device, 3) for run in (stage, attention, together))
-    nbytes = sum(end - begin for _, begin, end in pieces) * setting.pool.layout.record_bytes
+    alone = wall(lambda: list(host.stage(pieces, table)), device, 3)
+    busy, both = wall(attention, device, 3), wall(together, device, 3)
+    nbytes = len(pieces) * sizes.staged * layout.record_bytes
     return {
         "bytes": nbytes,
-        "stage_us": rounded(alone),
-        "stage_gb_s": bandwidth(nbytes, alone),
-        "attention_us": rounded(busy),
-        "together_us": rounded(both),
+        "stage_us": alone,
+        "stage_gb_s": gb_s(nbytes, alone),
+        "attention_us": busy,
+        "together_us": both,
         "hidden_share": round((alone + busy - both) / min(alone, busy), 3),
     }
 
@@ -302,35 +234,31 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(given.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    torch.manual_seed(0)
     deadline = time.monotonic() + given.budget
     sizes = GPU if device.type == "cuda" else CPU
     setting = Setting(sizes, device)
+    command = ["python", "benchmarks/host_cache.py", *(sys.argv[1:] if arguments is None else arguments)]
     report: dict[str, Any] = {
-        "command": quotable(
-            ["python", "benchmarks/host_cache.py", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
+        "command": quotable(command),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "sizes": asdict(sizes),
-        "pin_seconds": round(setting.pin_seconds, 2),
         "reserved_bytes": setting.host(sizes.batches[-1]).reservations(),
-        "kernels": [kernel.name for kernel in registry.KERNELS if device.type in kernel.device_types][:1],
+        "staging": staging(setting),
+        "cold": [cold(setting, batch) for batch in sizes.batches],
+        "rows": [],
+        "complete": False,
     }
-    report["staging"] = staging(setting)
-    print("staging", report["staging"], flush=True)
-    report["cold"] = []
-    for batch in sizes.batches:
-        report["cold"].append(cold(setting, batch))
-        print("cold", report["cold"][-1], flush=True)
-    report["rows"] = []
-    wanted = cases(sizes)
-    for case in wanted:
+    print("staging", report["staging"], "cold", *report["cold"], sep="\n", flush=True)
+    cases = list(itertools.product(sizes.heads, sizes.batches, RATES))
+    for case in cases:
         if time.monotonic() > deadline:
-            print(f"no time for {len(wanted) - len(report['rows'])} rows", flush=True)
+            print(f"no time for {len(cases) - len(report['rows'])} rows", flush=True)
             break
         report["rows"].append(decode_row(setting, *case))
-        report["complete"] = len(report["rows"]) == len(wanted)
-        print(line(report["rows"][-1]), flush=True)
+        report["complete"] = len(report["rows"]) == len(cases)
+        print(report["rows"][-1], flush=True)
         if given.out is not None:
             write_json(given.out, report)
     fine = all(row["same_bits"] and not row["overflowed"] for row in report["rows"])
