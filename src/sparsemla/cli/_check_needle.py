@@ -19,7 +19,6 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,9 @@ DEPTHS = (0.1, 0.5, 0.9)
 LENGTHS = (230_456, 544_235)
 """Records of the contexts, at full size."""
 QUESTIONS = 2
-"""Query tokens a request; token j of request r asks for needle (r + j) % 3."""
+"""Query tokens a request."""
+ASKED = [(request + token) % len(DEPTHS) for request in range(len(DEPTHS)) for token in range(QUESTIONS)]
+"""Which needle each row asks for."""
 
 OUTPUT_LIMIT = 1e-3
 """Largest difference of an output from the single rank's. Outputs stay below 0.25, where a step of bfloat16 is at most
@@ -64,8 +65,6 @@ that ranks have something to merge."""
 _TILE = 16_384
 """Tokens made at a time."""
 _BLOCK = 64
-
-Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -149,11 +148,6 @@ def sizes_for(device: torch.device, *, full: bool = False) -> NeedleSizes:
     return FULL if full or device.type == "cuda" else SMALL
 
 
-def runs_in_all(sizes: NeedleSizes, ranks: int = 1) -> int:
-    """How often `run_needle` ticks."""
-    return len(sizes.lengths) * (3 if ranks == 1 else 5)
-
-
 @torch.inference_mode()
 def run_needle(
     device: torch.device,
@@ -161,7 +155,6 @@ def run_needle(
     dcp_group: Ranks | None = None,
     sizes: NeedleSizes | None = None,
     seed: int = 0,
-    tick: Tick = lambda doing: None,
 ) -> NeedleReport:
     """All lengths through every way that is there.
 
@@ -171,7 +164,6 @@ def run_needle(
             arguments. None: this rank alone.
         sizes: None: full on a GPU, small on a CPU.
         seed: of the haystack.
-        tick: called after each step with what is being done.
 
     Raises:
         ValueError: a group whose tensor parallel ranks are not those that share the cache.
@@ -184,21 +176,17 @@ def run_needle(
         world = parallel.dcp
         if parallel.tp != parallel.dcp or parallel.pcp != 1:
             raise ValueError(f"dcp_group: got {parallel}, accepted are tp = dcp and pcp = 1")
+    ways: list[tuple[str, Ranks | None, bool]] = [("host cache", None, True)]
+    if dcp_group is not None:
+        ways += [(f"dcp {world}", dcp_group, False), (f"dcp {world}, host cache", dcp_group, True)]
     runs: list[NeedleRun] = []
     oracle: dict[int, float] = {}
     for length in sizes.lengths:
         haystack = _Haystack.make(length, sizes, device, heads=64 // world, rank=_rank(dcp_group), seed=seed)
-        tick(f"{length:,} records made")
         single = _Way("one rank", haystack, sizes)
-        runs.append(single.run())
-        tick(f"{length:,} records, one rank")
+        runs.append(single.run(single))
         oracle[length] = haystack.oracle_error(single.out)
-        ways: list[tuple[str, Ranks | None, bool]] = [("host cache", None, True)]
-        if dcp_group is not None:
-            ways += [(f"dcp {world}", dcp_group, False), (f"dcp {world}, host cache", dcp_group, True)]
-        for name, ranks, host in ways:
-            runs.append(_Way(name, haystack, sizes, ranks=ranks, host=host).run(single))
-            tick(f"{length:,} records, {name}")
+        runs += [_Way(name, haystack, sizes, ranks=ranks, host=host).run(single) for name, ranks, host in ways]
     return NeedleReport(tuple(runs), oracle)
 
 
@@ -210,14 +198,8 @@ def needle_command(
     device: torch.device, *, dcp_group: Ranks | None = None, seed: int = 0, full: bool = False, as_json: bool = False
 ) -> int:
     """Runs it and prints; the exit status. With `dcp_group` every rank runs, the first one prints."""
-    console = Console(stderr=True)
     first = _rank(dcp_group) == 0
-
-    def tick(doing: str) -> None:
-        if first and console.is_terminal:
-            console.print(doing)
-
-    report = run_needle(device, dcp_group=dcp_group, sizes=sizes_for(device, full=full), seed=seed, tick=tick)
+    report = run_needle(device, dcp_group=dcp_group, sizes=sizes_for(device, full=full), seed=seed)
     if first and as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     elif first:
@@ -270,11 +252,6 @@ class _Haystack:
     other: torch.Tensor
     scale: float
 
-    @property
-    def asked(self) -> list[int]:
-        """Which needle each row asks for."""
-        return [(row // QUESTIONS + row % QUESTIONS) % len(DEPTHS) for row in range(len(DEPTHS) * QUESTIONS)]
-
     @classmethod
     def make(
         cls, length: int, sizes: NeedleSizes, device: torch.device, *, heads: int, rank: int, seed: int
@@ -293,8 +270,7 @@ class _Haystack:
         codes = normal(ANSWERS, 256) * _LATENT
         names = normal(len(DEPTHS), 256) * _LATENT  # what a needle's record says of itself
         keys = normal(len(DEPTHS), INDEX_DIM)
-        asked = torch.tensor([(r + j) % len(DEPTHS) for r in range(len(DEPTHS)) for j in range(QUESTIONS)])
-        asked = asked.to(device)
+        asked = torch.tensor(ASKED, device=device)
         # Questions of the indexer: like the needle's key, with as much noise. Others: noise.
         question = keys[asked].unsqueeze(1) + normal(len(asked), INDEX_HEADS, INDEX_DIM)
         other = normal(len(asked), INDEX_HEADS, INDEX_DIM) * math.sqrt(2)
@@ -338,14 +314,14 @@ class _Haystack:
         """For each needle: chosen, and named by every looking head of every row that asks for it."""
         answers = (out[:, ::2, 256:].float() @ self.codes.T).argmax(-1)
         result = [True] * len(DEPTHS)
-        for row, needle in enumerate(self.asked):
+        for row, needle in enumerate(ASKED):
             chosen = bool((self.chosen[row] == self.needles[needle]).any())
             result[needle] &= chosen and bool((answers[row] == needle).all())
         return result
 
     def oracle_error(self, out: torch.Tensor) -> float:
         """Relative norm of the difference from float64, over the same keys."""
-        ids = torch.arange(len(self.asked), device=out.device, dtype=torch.int32) // QUESTIONS
+        ids = torch.arange(len(ASKED), device=out.device, dtype=torch.int32) // QUESTIONS
         want, _ = reference_attention(
             self.q, self.cache, self.chosen, softmax_scale=self.scale, block_table=self.table, request_ids=ids
         )
@@ -400,20 +376,14 @@ class _Way:
     """One way of keeping the cache: its backend, and the questions run through it."""
 
     def __init__(
-        self,
-        name: str,
-        haystack: _Haystack,
-        sizes: NeedleSizes,
-        *,
-        ranks: Ranks | None = None,
-        host: bool = False,
+        self, name: str, haystack: _Haystack, sizes: NeedleSizes, *, ranks: Ranks | None = None, host: bool = False
     ) -> None:
         self.name = name
         self.haystack = haystack
         device = haystack.table.device
         heads = haystack.q.shape[1]
         parallel = Parallelism(tp=64 // heads) if ranks is None else ranks.grid.parallel
-        rows = len(DEPTHS) * QUESTIONS
+        rows = len(ASKED)
         limits = ServingLimits(
             max_model_len=max(haystack.length, sizes.topk),
             max_num_batched_tokens=rows,
@@ -451,7 +421,7 @@ class _Way:
         batch = Batch([QUESTIONS] * len(DEPTHS), [haystack.length] * len(DEPTHS), table)
         self._metadata = MetadataBuilder(config, path, device=device, rank=shard).build(batch)
         self.out = torch.full((rows, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
-        self.lse = torch.full((rows, heads), torch.nan, device=device)
+        self.lse = torch.full((rows, heads), torch.nan, device=device)  # both until `run`
 
     def ask(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One step over the chosen positions."""
@@ -460,43 +430,42 @@ class _Way:
         assert lse is not None  # the in-place path gives one
         return out, lse
 
-    def run(self, single: _Way | None = None) -> NeedleRun:
-        """Cold, replayed, and with a host cache after other questions and after the hot buffer was dropped."""
+    def run(self, single: _Way) -> NeedleRun:
+        """Cold, replayed, after other questions, and with a host cache after the hot buffer was dropped."""
         started = time.monotonic()
-        chosen, other = self.haystack.chosen, self.haystack.other
+        haystack, host = self.haystack, self.host
+        answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         misses: list[int] = []
-        self.out, self.lse = self.ask(chosen)
-        answers = [(self.out, self.lse)]
-        if self.host is not None:
-            misses.append(self.host.stats().misses)
-        answers.append(self.ask(chosen))
-        if self.host is not None:
-            misses.append(self.host.stats().misses - misses[0])
-            self.ask(other)
-            self.ask(other.flip(0))  # two sets of other records displace what the buffer holds of the first
-            before = self.host.stats().misses
-            answers.append(self.ask(chosen))
-            misses.append(self.host.stats().misses - before)
+
+        def repeat() -> None:
+            before = host.stats().misses if host else 0
+            answers.append(self.ask(haystack.chosen))
+            misses.append(host.stats().misses - before if host else 0)
+
+        repeat()
+        repeat()
+        # Two sets of other records displace what the hot buffer holds of the first.
+        self.ask(haystack.other)
+        self.ask(haystack.other.flip(0))
+        repeat()
+        if host:
             for lane in range(len(DEPTHS)):
-                self.host.drop(lane)
-            answers.append(self.ask(chosen))
-            if self.host.stats().overflowed:
+                host.drop(lane)
+            repeat()
+            if host.stats().overflowed:
                 raise RuntimeError("needle: keys found no place in the hot buffer")
-        else:
-            self.ask(other)
-            answers.append(self.ask(chosen))
-        found = [self.haystack.found(out) for out, _ in answers]
-        against = single or self
+        self.out, self.lse = answers[0]
+        found = [haystack.found(out) for out, _ in answers]
         return NeedleRun(
             way=self.name,
-            length=self.haystack.length,
+            length=haystack.length,
             retrieved=tuple(all(each) for each in zip(*found, strict=True)),
-            output_difference=max(_difference(out, against.out) for out, _ in answers),
-            lse_difference=max(_difference(lse, against.lse) for _, lse in answers),
+            output_difference=max(_difference(out, single.out) for out, _ in answers),
+            lse_difference=max(_difference(lse, single.lse) for _, lse in answers),
             replays_equal=all(torch.equal(out, self.out) and torch.equal(lse, self.lse) for out, lse in answers),
-            same_bits_as_single=torch.equal(self.out, against.out) and torch.equal(self.lse, against.lse),
-            misses=tuple(misses),
-            bytes_to_device=0 if self.host is None else self.host.stats().bytes_to_device,
+            same_bits_as_single=torch.equal(self.out, single.out) and torch.equal(self.lse, single.lse),
+            misses=tuple(misses[:3]) if host else (),
+            bytes_to_device=host.stats().bytes_to_device if host else 0,
             seconds=round(time.monotonic() - started, 3),
         )
 
