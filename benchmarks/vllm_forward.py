@@ -41,7 +41,16 @@ from sparsemla.bench.timing import Effort, Timing, alternate, one_line
 from sparsemla.cache import slots_from_positions
 from sparsemla.integrations.vllm.plugin import NAME, register
 from sparsemla.integrations.vllm.versions import installed
-from vllm_batches import Requests, cache_spec, common_metadata, context_group, make_builder, make_impl, vllm_config
+from vllm_batches import (
+    Requests,
+    cache_spec,
+    common_metadata,
+    context_group,
+    make_builder,
+    make_impl,
+    merged,
+    vllm_config,
+)
 
 TOLERANCE = 3e-3
 SCALE = 192**-0.5
@@ -63,7 +72,7 @@ SMALL: dict[str, tuple[list[int], list[int], int]] = {
 
 
 class Report:
-    """Lines for a reader and rows for a program, written anew after each, so that a run may end at any moment."""
+    """Lines for a reader, rows for a program; written after each, so that a run may end at any moment."""
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -224,7 +233,7 @@ class Keys:
         ]
 
     def worst(self, got: torch.Tensor, want: torch.Tensor) -> str:
-        """The row that differs most, what it is like, and how many are beyond the limit."""
+        """The row that differs most, and how many are beyond the limit."""
         errors = row_errors(got, want).nan_to_num(nan=torch.inf)
         row = int(errors.argmax())
         return (
@@ -342,19 +351,15 @@ def shards(report: Report, keys: Keys, heads: int, world: int, ours: Any) -> Non
     keys.store(AMAX)
     q = keys.query(heads)
     config = keys.config(heads, dcp=world)
-    outs, lses = [], []
+    parts = []
     for rank in range(world):
         cache, table = keys.requests.store("fp8_ds_mla", shard=(rank, world, 1), spare_pages=1, device=keys.device)
         with context_group(rank, world):
             builder = make_builder(ours, config, cache_spec(576, "fp8_ds_mla"), keys.device)
         impl = make_impl(ours, config, keys.anywhere, heads=heads, scale=SCALE, rank=rank)
         common = common_metadata(keys.requests.query_lens, keys.seq_lens, table.to(keys.device), device=keys.device)
-        out, lse = impl.forward_mqa(q, cache.data, builder.build(0, common), None)
-        outs.append(out.double())
-        lses.append(lse.double())
-    weights = torch.softmax(torch.stack(lses), dim=0).nan_to_num(0.0)
-    merged = (torch.stack(outs) * weights.unsqueeze(-1)).sum(dim=0)
-    error = error_anywhere(merged, keys.exact(q))
+        parts.append(impl.forward_mqa(q, cache.data, builder.build(0, common), None))
+    error = error_anywhere(merged(parts), keys.exact(q))
     report.add(batch=f"shards of {world}", heads=heads, rows=keys.rows, ours_error=error, ours=report.check(error))
 
 

@@ -243,3 +243,13 @@ class Requests:
         if torch.device(device).type != "cpu":
             cache = PagedKVCache.wrap(cache.data.to(device), fmt)
         return cache, table
+
+
+def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Ranks' answers by their log-sum-exp, as vLLM's kernel merges them: natural base, NaN and +inf as nothing."""
+    lse = torch.stack([part[1].to(torch.float64) for part in parts])
+    lse = torch.where(lse.isnan() | (lse == torch.inf), -torch.inf, lse)
+    most = lse.amax(dim=0).nan_to_num(neginf=0.0)
+    weight = torch.exp(lse - most)
+    weight = weight / weight.sum(dim=0).clamp_min(1e-300)
+    return sum((part[0].to(torch.float64) * w.unsqueeze(-1) for part, w in zip(parts, weight, strict=True)))  # type: ignore[return-value]

@@ -36,6 +36,7 @@ from vllm_batches import (
     context_group,
     make_builder,
     make_impl,
+    merged,
     vllm_config,
 )
 
@@ -47,7 +48,7 @@ CUSTOM_BEFORE = AttentionBackendEnum.CUSTOM.is_overridden()
 plugin.register()
 from sparsemla.integrations.vllm.backend import SparseMLABackend as Backend  # noqa: E402
 
-# -- registration ---------------------------------------------------------------------------------------------------
+# -- registration
 
 
 def test_the_release_is_one_of_those_tested() -> None:
@@ -70,7 +71,7 @@ def test_registering_twice_is_registering_once() -> None:
 
 def test_a_member_that_another_plugin_holds_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
     if NEW:
-        pytest.skip("0.33.0 has room for names of everyone")
+        pytest.skip("0.33.0 has room for all")
     from vllm.v1.attention.backends.registry import register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "somebody.else.Backend")
@@ -109,7 +110,7 @@ def _say_name(chosen: Any, connection: Any) -> None:
     connection.send(chosen.name)
 
 
-# -- signatures and capabilities --------------------------------------------------------------------------------------
+# -- signatures and capabilities
 
 
 @pytest.mark.parametrize(
@@ -122,13 +123,10 @@ def _say_name(chosen: Any, connection: Any) -> None:
 )
 def test_every_method_takes_what_vllm_gives(ours: type, theirs: type) -> None:
     assert issubclass(ours, theirs) and not ours.__abstractmethods__
-    shared = [
-        name for name in vars(ours) if callable(getattr(theirs, name, None)) and name not in ("__class_getitem__",)
-    ]
+    public = (name for name in vars(ours) if name == "__init__" or not name.startswith("__"))
+    shared = [name for name in public if callable(getattr(theirs, name, None))]
     assert len(shared) >= 2
     for name in shared:
-        if name.startswith("__") and name != "__init__":
-            continue
         given, expected = (inspect.signature(getattr(cls, name)).parameters for cls in (ours, theirs))
         assert list(given)[: len(expected)] == list(expected) or set(expected) <= set(given), name
         for extra in set(given) - set(expected):
@@ -222,7 +220,7 @@ def test_graphs(pcp: int) -> None:
     assert support is (AttentionCGSupport.ALWAYS if pcp == 1 else AttentionCGSupport.UNIFORM_BATCH)
 
 
-# -- metadata ---------------------------------------------------------------------------------------------------------
+# -- metadata
 
 
 def builder(**changes: Any) -> Any:
@@ -307,7 +305,7 @@ def test_kernels_are_there_for_every_size_that_is_captured(
     assert seen == [(1, heads), (2, heads), (4, heads)]
 
 
-# -- the forward ------------------------------------------------------------------------------------------------------
+# -- the forward
 
 
 BATCHES = {
@@ -420,16 +418,6 @@ def test_models_without_rotary_columns(cache_dtype: str, whole: bool) -> None:
     requests = Requests.draw([1, 9], [130, 80], 512)
     out, _, want = run(requests, heads=16, rotary=0, cache_dtype=cache_dtype, whole=whole)
     assert relative_error(out, want[0]) < 3e-3
-
-
-def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Ranks' answers by their log-sum-exp, as vLLM's kernel merges them: natural base, NaN and +inf as nothing."""
-    lse = torch.stack([part[1].to(torch.float64) for part in parts])
-    lse = torch.where(lse.isnan() | (lse == torch.inf), -torch.inf, lse)
-    most = lse.amax(dim=0).nan_to_num(neginf=0.0)
-    weight = torch.exp(lse - most)
-    weight = weight / weight.sum(dim=0).clamp_min(1e-300)
-    return sum((part[0].to(torch.float64) * w.unsqueeze(-1) for part, w in zip(parts, weight, strict=True)))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("batch", ["prefill", "mixed", "mtp"])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM asks a backend before a server starts: name, classes, what it can serve, the shape of a layer's cache.
 
-Importing this module with a vLLM that is not served raises `UnsupportedVllmError`: that is what someone sees who asks
-for the backend by its flag.
+Importing this module with a vLLM that is not served raises `UnsupportedVllmError`: what one sees who asks for it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SparseMLABackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name in logs and metrics, whatever member of vLLM's registry it is."""
+        """The name in logs and metrics."""
         return NAME
 
     @staticmethod
@@ -73,22 +72,22 @@ class SparseMLABackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Columns of a key: with rotary columns, without."""
+        """Columns of a key."""
         return [LATENT + ROTARY, LATENT]
 
     @classmethod
     def is_mla(cls) -> bool:
-        """One latent vector a token."""
+        """It is."""
         return True
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """Only for layers with an indexer."""
+        """It is."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """bfloat16 matrix units: 8.0 and later. Which kernel serves: `sparsemla doctor`."""
+        """8.0 and later: bfloat16 matrix units."""
         return bool(capability.major >= 8)
 
     @classmethod
@@ -104,7 +103,7 @@ class SparseMLABackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why these do not go together; None when they do."""
+        """Why these do not go together, or None."""
         if head_size != LATENT:
             return None
         if kv_cache_dtype == FP8_DS_MLA and not RELEASE.rope_free_fp8:

@@ -22,6 +22,8 @@ import torch
 
 from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.formats import KVFormat
+from sparsemla.integrations.vllm.backend import RELEASE
+from sparsemla.integrations.vllm.versions import UnsupportedVllmError
 from sparsemla.serving.metadata import local_length, split_into_chunks
 
 AllGather: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
@@ -113,6 +115,33 @@ def reserve(record_bytes: int, rows: int, world: int, device: torch.device) -> N
     shard = torch.empty(rows * record_bytes, dtype=torch.uint8, device=device)
     pool = torch.empty(world * rows * record_bytes, dtype=torch.uint8, device=device)
     del shard, pool
+
+
+def gathers_prefills(vllm_config: Any) -> bool:
+    """Whether prefill and decode context parallelism are used together.
+
+    Raises:
+        UnsupportedVllmError: they are, and this vLLM's layer cannot.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.prefill_context_parallel_size == 1 or parallel.decode_context_parallel_size == 1:
+        return False
+    if not RELEASE.gathers_prefills:
+        raise UnsupportedVllmError(
+            f"sparsemla: got prefill_context_parallel_size {parallel.prefill_context_parallel_size} with "
+            f"decode_context_parallel_size {parallel.decode_context_parallel_size} on vLLM {RELEASE.version}, whose "
+            "layer merges prefill rows of different ranks; accepted is one of them alone, or vLLM 0.33.0"
+        )
+    return True
+
+
+def longest_shard(vllm_config: Any) -> int:
+    """Records of the longest request that one rank holds at most, in whole runs of the interleave."""
+    run = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    rounds = -(
+        -vllm_config.model_config.max_model_len // (run * vllm_config.parallel_config.decode_context_parallel_size)
+    )
+    return int(rounds * run)
 
 
 def _shard_rows(common: Any, world: int, interleave: int) -> list[int]:

@@ -18,8 +18,8 @@ from sparsemla.attention import sparse_mla_attention
 from sparsemla.cache import PagedKVCache
 from sparsemla.formats import KVFormat
 from sparsemla.integrations.vllm.backend import FP8_DS_MLA, LATENT, ROTARY
-from sparsemla.integrations.vllm.context import gathered_cache, reserve
-from sparsemla.integrations.vllm.metadata import SparseMLAMetadata, gathers_prefills, longest_shard
+from sparsemla.integrations.vllm.context import gathered_cache, gathers_prefills, longest_shard, reserve
+from sparsemla.integrations.vllm.metadata import SparseMLAMetadata
 from sparsemla.integrations.vllm.versions import UnsupportedVllmError
 from sparsemla.serving.backend import Query
 

@@ -20,9 +20,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from sparsemla.integrations.vllm.backend import RELEASE
-from sparsemla.integrations.vllm.context import Gather, plan_gathers
-from sparsemla.integrations.vllm.versions import UnsupportedVllmError
+from sparsemla.integrations.vllm.context import Gather, gathers_prefills, longest_shard, plan_gathers
 from sparsemla.integrations.vllm.warmup import warm_up
 
 
@@ -168,30 +166,3 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             return whole
         first = int(prefill.int().argmax())
         return first, int(starts[first])
-
-
-def gathers_prefills(vllm_config: Any) -> bool:
-    """Whether prefill and decode context parallelism are used together.
-
-    Raises:
-        UnsupportedVllmError: they are, and this vLLM's layer cannot.
-    """
-    parallel = vllm_config.parallel_config
-    if parallel.prefill_context_parallel_size == 1 or parallel.decode_context_parallel_size == 1:
-        return False
-    if not RELEASE.gathers_prefills:
-        raise UnsupportedVllmError(
-            f"sparsemla: got prefill_context_parallel_size {parallel.prefill_context_parallel_size} with "
-            f"decode_context_parallel_size {parallel.decode_context_parallel_size} on vLLM {RELEASE.version}, whose "
-            "layer merges prefill rows of different ranks; accepted is one of them alone, or vLLM 0.33.0"
-        )
-    return True
-
-
-def longest_shard(vllm_config: Any) -> int:
-    """Records of the longest request that one rank holds at most, in whole runs of the interleave."""
-    run = vllm_config.parallel_config.cp_kv_cache_interleave_size
-    rounds = -(
-        -vllm_config.model_config.max_model_len // (run * vllm_config.parallel_config.decode_context_parallel_size)
-    )
-    return int(rounds * run)
