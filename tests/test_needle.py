@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from context_ranks import run_ranks
 from sparsemla.cli import _check_needle as needle
 from sparsemla.cli.app import main
-from sparsemla.serving.host_cache.cache import HostCache
+from sparsemla.serving.config import Parallelism
+from sparsemla.serving.context_parallel.ranks import Ranks
+from sparsemla.serving.host_cache import HostCache
 
 CPU = torch.device("cpu")
+ONE = dataclasses.replace(needle.SMALL, lengths=(3_001,))
 
 
 def test_small_contexts_on_one_rank() -> None:
@@ -35,8 +36,7 @@ def test_small_contexts_on_one_rank() -> None:
 
 
 def test_another_seed_is_another_haystack() -> None:
-    sizes = dataclasses.replace(needle.SMALL, lengths=(3_001,))
-    first, second = (needle.run_needle(CPU, sizes=sizes, seed=seed) for seed in (1, 2))
+    first, second = (needle.run_needle(CPU, sizes=ONE, seed=seed) for seed in (1, 2))
     assert first.agrees and second.agrees
     assert first.oracle_errors != second.oracle_errors
 
@@ -57,13 +57,13 @@ def test_a_wrong_record_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return hot, slots
 
     monkeypatch.setattr(HostCache, "bring", wrong)
-    report = needle.run_needle(CPU, sizes=dataclasses.replace(needle.SMALL, lengths=(3_001,)))
+    report = needle.run_needle(CPU, sizes=ONE)
     assert not report.agrees and report.runs[0].agrees and not report.runs[1].agrees
 
 
 def test_a_needle_that_is_not_chosen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needle, "_index_scores", lambda queries, weights, keys: -(queries[:, 0] @ keys.T))
-    report = needle.run_needle(CPU, sizes=dataclasses.replace(needle.SMALL, lengths=(3_001,)))
+    report = needle.run_needle(CPU, sizes=ONE)
     assert not any(report.runs[0].retrieved) and not report.agrees
 
 
@@ -76,45 +76,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["agreed"] and len(report["runs"]) == 4 and report["depths"] == [0.1, 0.5, 0.9]
 
 
-RANK = """
-import sys, torch
-torch.set_num_threads(1)
-from sparsemla.cli import _check_needle as needle
-from sparsemla.serving.config import Parallelism
-from sparsemla.serving.context_parallel.ranks import Ranks
-rank, port, comm = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-parallel = Parallelism(tp=2, dcp=2, interleave=16, dcp_comm=comm)
-with Ranks.connect(
-    parallel, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout_s=60
-) as ranks:
-    report = needle.run_needle(torch.device("cpu"), dcp_group=ranks)
-for run in report.runs:
-    assert run.agrees, run
-    assert all(run.retrieved) and run.replays_equal
-ways = [run.way for run in report.runs[:4]]
-assert ways == ["one rank", "host cache", "dcp 2", "dcp 2, host cache"], ways
-assert report.agrees
-"""
+def over_ranks(rank: int, world: int, init_method: str, comm: str) -> needle.NeedleReport:
+    parallel = Parallelism(tp=world, dcp=world, interleave=16, dcp_comm=comm)
+    with Ranks.connect(parallel, init_method=init_method, rank=rank, world_size=world, timeout_s=60) as ranks:
+        return needle.run_needle(CPU, dcp_group=ranks)
 
 
 @pytest.mark.parametrize("comm", ["ag_rs", "a2a"])
-def test_two_ranks_share_the_context(comm: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(port), comm], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    deadline = time.monotonic() + 120
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=deadline - time.monotonic())
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
+def test_two_ranks_share_the_context(comm: str, tmp_path: Path) -> None:
+    for ended in run_ranks(2, over_ranks, comm, where=tmp_path):
+        assert not ended.error, ended
+        ways = [run.way for run in ended.result.runs[:4]]
+        assert ways == ["one rank", "host cache", "dcp 2", "dcp 2, host cache"]
+        for run in ended.result.runs:
+            assert run.agrees and all(run.retrieved) and run.replays_equal, run
+        assert ended.result.agrees
 
 
 @pytest.mark.gpu

@@ -275,7 +275,7 @@ class _Haystack:
         question = keys[asked].unsqueeze(1) + normal(len(asked), INDEX_HEADS, INDEX_DIM)
         other = normal(len(asked), INDEX_HEADS, INDEX_DIM) * math.sqrt(2)
         weights = torch.rand((len(asked), INDEX_HEADS), generator=gen, device=device) + 0.5
-        best = [_Best(sizes.topk), _Best(sizes.topk)]
+        scores: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for begin in range(0, length, _TILE):
             positions = torch.arange(begin, min(begin + _TILE, length), device=device)
             latents = normal(len(positions), 576) * _LATENT
@@ -288,8 +288,8 @@ class _Haystack:
             slots = order[positions // _BLOCK].long() * _BLOCK + positions % _BLOCK
             cache.write(slots, latents)
             stored = _as_stored(index_keys)
-            for queries, found in zip((question, other), best, strict=True):
-                found.add(positions, _index_scores(queries, weights, stored))
+            for queries, tiles in zip((question, other), scores, strict=True):
+                tiles.append(_index_scores(queries, weights, stored))
         looking = torch.zeros(64, dtype=torch.bool, device=device)
         looking[::2] = True
         scale = 576**-0.5
@@ -305,8 +305,8 @@ class _Haystack:
             needles=needles,
             codes=codes,
             q=q[:, rank * heads : (rank + 1) * heads].to(torch.bfloat16).contiguous(),
-            chosen=best[0].positions(),
-            other=best[1].positions(),
+            chosen=_best(scores[0], sizes.topk),
+            other=_best(scores[1], sizes.topk),
             scale=scale,
         )
 
@@ -340,25 +340,11 @@ class _Haystack:
         return cache, torch.arange(cache.num_pages, dtype=torch.int32, device=device).repeat(len(DEPTHS), 1)
 
 
-class _Best:
-    """The topk best of what is shown to it, for each row."""
-
-    def __init__(self, topk: int) -> None:
-        self.topk = topk
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def add(self, positions: torch.Tensor, scores: torch.Tensor) -> None:
-        named = positions.expand_as(scores)
-        if self._kept is not None:
-            scores, named = torch.cat((self._kept[0], scores), dim=1), torch.cat((self._kept[1], named), dim=1)
-        best = scores.topk(min(self.topk, scores.shape[1]), dim=1)
-        self._kept = best.values, named.gather(1, best.indices)
-
-    def positions(self) -> torch.Tensor:
-        """(rows, topk) int32, in the order of the context; -1 where it is shorter."""
-        assert self._kept is not None
-        found = self._kept[1].sort(dim=1).values.to(torch.int32)
-        return torch.nn.functional.pad(found, (0, self.topk - found.shape[1]), value=-1)
+def _best(tiles: list[torch.Tensor], topk: int) -> torch.Tensor:
+    """(rows, topk) int32: positions of the best scores, in the order of the context; -1 where it is shorter."""
+    scores = torch.cat(tiles, dim=1)
+    best = scores.topk(min(topk, scores.shape[1]), dim=1).indices.sort(dim=1).values.to(torch.int32)
+    return torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=-1)
 
 
 def _as_stored(keys: torch.Tensor) -> torch.Tensor:
