@@ -401,8 +401,6 @@ def main() -> int:
     }
     for heads, world in ((16, 2), (128, 8)):
         shards(report, drawn["mixed"], heads, world, ours)
-    if peer is not None:
-        columns(report, drawn["decode"], 64, peer)
     skipped = 0
     for cache in CACHES:
         for name, keys in drawn.items():
@@ -412,6 +410,8 @@ def main() -> int:
                     compare(report, name, cache, keys, heads, ours, peer)
                 else:
                     skipped += 1
+    if peer is not None:
+        columns(report, drawn["decode"], 64, peer)
     seconds = round(time.monotonic() - begin)
     report.add(result="all right" if not report.wrong else f"{report.wrong} WRONG", skipped=skipped, seconds=seconds)
     return int(bool(report.wrong))
