@@ -95,7 +95,7 @@ class Setting:
 
 def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[str, Any]:
     """Times a turn over the host cache, over the whole cache, and of the plan and the bringing alone."""
-    device, pool = setting.device, setting.pool
+    device = setting.device
     turn = setting.turn(batch, rate)
     host = setting.host(batch)
     ids, table = setting.requests(batch)
@@ -118,7 +118,7 @@ def decode_row(setting: Setting, heads: int, batch: int, rate: float) -> dict[st
 
     def plan_only() -> None:
         for positions in turn:
-            host.hot.plan(positions, ids, table, block_size=BLOCK, num_slots=pool.num_slots)
+            host.hot.plan(positions, ids, table)
 
     over_host()
     resident()

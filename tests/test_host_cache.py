@@ -132,7 +132,7 @@ def check_plan(device: torch.device | str, *, steps: int = 30) -> None:
     """HotSet against Model over random steps: slots, who brings, counts."""
     hot, block, max_len = 40, 16, 96
     lanes = RequestLanes(max_requests=3, max_len=max_len, device=device)
-    hot_set = HotSet(lanes, hot_records=hot, entries=100, fmt=KVFormat.FP8_DS_MLA)
+    hot_set = HotSet(lanes, host_pool(18, block, "fp8_ds_mla"), hot_records=hot, entries=100)
     models = [Model(hot) for _ in range(3)]
     table = torch.randperm(18).to(torch.int32).view(3, 6)
     table[1, 5], table[2, 0] = -1, 99  # pages that are not there
@@ -146,8 +146,7 @@ def check_plan(device: torch.device | str, *, steps: int = 30) -> None:
         shard = (1, 2, 3) if step % 4 == 3 else None
         append = step % 5 == 4
         on_device = (x.to(device) for x in (indices, ids, table))
-        pool = {"block_size": block, "num_slots": 18 * block}
-        slots, fetch = hot_set.plan(*on_device, **pool, shard=shard, append=append)
+        slots, fetch = hot_set.plan(*on_device, shard=shard, append=append)
         local = held_positions(indices, shard)
         want = torch.full_like(indices, -1)
         for lane in range(3):

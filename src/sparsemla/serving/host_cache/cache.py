@@ -99,11 +99,8 @@ class HostCache:
         self.lanes = lanes
         self.topk = topk
         self.max_rows = max_rows
-        self._width = cache.d_qk if cache.format is KVFormat.BF16 else None
-        self.hot = HotSet(lanes, hot_records=hot_records, entries=max_rows * topk, fmt=cache.format, d_qk=self._width)
+        self.hot = HotSet(lanes, cache, hot_records=hot_records, entries=max_rows * topk)
         self.staging = staging or StagingRing(cache.layout.page_bytes(STAGED_RECORDS), device=self.device)
-        self._host_records = Records.of_pool(cache)
-        self._hot_records = Records.of_pool(self.hot.pool)
         self._written = torch.zeros((), dtype=torch.int64, device=self.device)
         self._staged = 0
         lanes.attach(self)
@@ -171,7 +168,7 @@ class HostCache:
                 f"indices: got shape {(rows, topk)}, accepted are at most {self.max_rows} rows of {self.topk}"
             )
         slots, fetch = self._plan(indices, request_ids, block_table, shard)
-        self.hot.bring(self._host_records, slots, fetch)
+        self.hot.bring(slots, fetch)
         return self.hot.pool, slots
 
     def stage(self, pieces: Sequence[Piece], block_table: torch.Tensor) -> Iterator[PagedKVCache]:
@@ -196,7 +193,7 @@ class HostCache:
             slots = self._host_slots(positions, torch.full_like(positions, request), block_table)
             page = Records.of_pool(_one_page(buffer, self.layout, end - begin))
             count = end - begin
-            move(self._host_records, slots, page, None, device=self.device, count=count, programs=STAGE_PROGRAMS)
+            move(self.hot.host_records, slots, page, None, device=self.device, count=count, programs=STAGE_PROGRAMS)
 
         filled = self.staging.run(pieces, fill)
         return (_one_page(buffer, self.layout, end - begin) for (_, begin, end), buffer in filled)
@@ -230,9 +227,9 @@ class HostCache:
             raise ValueError(f"kv: got {count} records, accepted are at most {most} at once (more: write)")
         slots, host = self._plan(positions.view(-1, 1), request_ids, block_table, shard, append=True)
         slots, host = slots.view(-1), host.view(-1)
-        move(records, None, self._hot_records, slots, device=self.device, count=count)
+        move(records, None, self.hot.records, slots, device=self.device, count=count)
         # From the hot buffer, so that both hold the same where a caller names a position twice.
-        move(self._hot_records, slots, self._host_records, host, device=self.device, count=count)
+        move(self.hot.records, slots, self.hot.host_records, host, device=self.device, count=count)
 
     def write(
         self,
@@ -249,7 +246,7 @@ class HostCache:
         slots = self._host_slots(held_positions(positions.long(), shard), request_ids, block_table)
         lane = self.lanes.of_request[request_ids.long().clamp(0, self.lanes.max_requests - 1)].long()
         self.hot.forget(torch.where(slots >= 0, lane, -1))
-        move(records, None, self._host_records, slots, device=self.device, count=count)
+        move(records, None, self.hot.host_records, slots, device=self.device, count=count)
         self._written += (slots >= 0).sum()
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
@@ -291,15 +288,7 @@ class HostCache:
         self._check_table(block_table)
         self._check_int32("indices", indices)
         self._check_int32("request_ids", request_ids)
-        return self.hot.plan(
-            indices,
-            request_ids,
-            block_table,
-            block_size=self.cache.block_size,
-            num_slots=self.cache.num_slots,
-            shard=shard,
-            append=append,
-        )
+        return self.hot.plan(indices, request_ids, block_table, shard, append)
 
     def _host_slots(self, local: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
         block, slots = self.cache.block_size, self.cache.num_slots
@@ -322,7 +311,7 @@ class HostCache:
     def _packed(self, kv: torch.Tensor, positions: torch.Tensor, scale_style: ScaleStyle) -> tuple[Records, int]:
         """Records of new tokens, and their number."""
         if kv.dtype != torch.uint8:
-            kv = pack(kv, self.layout.format, scale_style=scale_style, d_qk=self._width)
+            kv = pack(kv, self.layout.format, scale_style=scale_style, d_qk=self.cache.d_qk)
         want = (positions.shape[0], self.layout.record_bytes)
         if tuple(kv.shape) != want:
             raise ValueError(f"kv: got records of shape {tuple(kv.shape)}, accepted is {want}")

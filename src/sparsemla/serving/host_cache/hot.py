@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 
 from sparsemla.cache import PagedKVCache, slots_from_positions
-from sparsemla.formats import KVFormat
 from sparsemla.serving.host_cache.lanes import RequestLanes
 from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device, one_word_a_thread
 
@@ -41,26 +40,25 @@ class HotSet:
 
     Args:
         lanes: whose pages.
+        host: the pool in host memory.
         hot_records: records of a page.
         entries: entries (rows · topk) of a plan, at most.
-        fmt, d_qk: of the records.
 
     Attributes:
         pool: the records.
         counters: (lanes, 4) int64 on the device, see the names above.
     """
 
-    def __init__(
-        self, lanes: RequestLanes, *, hot_records: int, entries: int, fmt: KVFormat, d_qk: int | None = None
-    ) -> None:
+    def __init__(self, lanes: RequestLanes, host: PagedKVCache, *, hot_records: int, entries: int) -> None:
         count, device = lanes.max_requests, lanes.device
         self.lanes = lanes
         self.hot_records = hot_records
-        self.pool = PagedKVCache.allocate(count, hot_records, fmt, device=device, d_qk=d_qk)
+        self.pool = PagedKVCache.allocate(count, hot_records, host.format, device=device, d_qk=host.d_qk)
+        self.host = host
         # One element more than slots: it takes what belongs nowhere, so that nobody asks the device how much does.
         self._position_of = torch.full((count * hot_records + 1,), -1, dtype=torch.int32, device=device)
         self.position_of = self._position_of[:-1].view(count, hot_records)
-        self._records = Records.of_pool(self.pool)
+        self.records, self.host_records = Records.of_pool(self.pool), Records.of_pool(host)
         self.order = torch.arange(hot_records, dtype=torch.int32, device=device).repeat(count, 1)
         self.counters = torch.zeros((count, 4), dtype=torch.int64, device=device)
         self._slots = torch.full((entries,), -1, dtype=torch.int32, device=device)
@@ -88,15 +86,15 @@ class HotSet:
         }
         return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
-    def bring(self, source: Records, slots: torch.Tensor, fetch: torch.Tensor) -> None:
+    def bring(self, slots: torch.Tensor, fetch: torch.Tensor) -> None:
         """Copies what the last plan found missing from the host's pool; `slots` and `fetch` are what it returned."""
+        source, target = self.host_records, self.records
         if slots.numel() == 0:
             return
         if self._code is None:
-            count, device = slots.numel(), self.pool.device
-            move(source, fetch.view(-1), self._records, slots.view(-1), device=device, count=count)
+            move(source, fetch.view(-1), target, slots.view(-1), device=self.pool.device, count=slots.numel())
             return
-        lanes, target = self.lanes.max_requests, self._records
+        lanes = self.lanes.max_requests
         programs = max(_PROGRAMS // lanes, _LEAST_PROGRAMS)
         with on_device(self.pool.device):
             for (at, row, size), (to_at, to_row, _) in zip(source.parts, target.parts, strict=True):
@@ -118,9 +116,6 @@ class HotSet:
         indices: torch.Tensor,
         request_ids: torch.Tensor,
         block_table: torch.Tensor,
-        *,
-        block_size: int,
-        num_slots: int,
         shard: Shard | None = None,
         append: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +125,6 @@ class HotSet:
             indices: (rows, topk) int32 positions; what names no record is no key.
             request_ids: (rows,) int32, rows of the block table.
             block_table: (requests, pages) int32 of the pool in host memory.
-            block_size, num_slots: of that pool.
             shard: positions are global ones, those of other ranks no keys.
             append: the caller has the records: nothing is counted as hit or miss, and every key gets its host slot.
 
@@ -144,7 +138,7 @@ class HotSet:
         if rows * topk == 0:
             return slots, fetch
         if self._code is None:
-            self._plan(slots, fetch, indices, request_ids, block_table, block_size, num_slots, shard, append)
+            self._plan(slots, fetch, indices, request_ids, block_table, shard, append)
             return slots, fetch
         lanes = self.lanes
         with on_device(self.pool.device):
@@ -152,8 +146,8 @@ class HotSet:
                 indices, indices.stride(0), request_ids, lanes.of_request,
                 block_table, block_table.stride(0), *block_table.shape, lanes.directory,
                 self.position_of, self.order, *self._lists, self._host_list, self._brought, self._clock, self.counters,
-                slots, fetch, rows, topk, lanes.max_requests, lanes.max_len, self.hot_records, block_size, num_slots,
-                *(shard or (0, 1, 1)),
+                slots, fetch, rows, topk, lanes.max_requests, lanes.max_len, self.hot_records,
+                self.host.block_size, self.host.num_slots, *(shard or (0, 1, 1)),
                 APPEND=append, BLOCK=_BLOCK, SLOT_BLOCK=_SLOT_BLOCK, ROW_BLOCK=_ROW_BLOCK, num_warps=16,
             )  # fmt: skip
         return slots, fetch
@@ -175,8 +169,6 @@ class HotSet:
         indices: torch.Tensor,
         request_ids: torch.Tensor,
         block_table: torch.Tensor,
-        block_size: int,
-        num_slots: int,
         shard: Shard | None,
         append: bool,
     ) -> None:
@@ -188,10 +180,12 @@ class HotSet:
         # The lane of each row (count: none), the record of each entry.
         known = (request_ids >= 0) & (request_ids < block_table.shape[0])
         row_lane = self.lanes.of_request[request_ids.clamp(0, count - 1).long()].long()
-        row_lane = torch.where(known & (row_lane >= 0), row_lane, count)
+        row_lane = torch.where(known & (row_lane >= 0), row_lane, count).unsqueeze(1)
+        is_lane = row_lane == torch.arange(count + 1, device=device)
+        block_size, num_slots = self.host.block_size, self.host.num_slots
         host = slots_from_positions(block_table, request_ids, indices, block_size, shard, num_slots=num_slots)
-        position = local_positions(indices.long(), shard)
-        lane = row_lane.unsqueeze(1).expand(rows, topk)
+        position = held_positions(indices.long(), shard)
+        lane = row_lane.expand(rows, topk)
         key = (host >= 0) & (lane < count) & (position >= 0) & (position < max_len)
         keys = torch.where(key, lane * max_len + position, nowhere)
 
@@ -216,8 +210,10 @@ class HotSet:
         order = self.order.gather(1, torch.argsort(in_use.to(torch.int8), dim=1, stable=True))
         unused = hot - in_use.sum(1)
 
-        place = self._places(wins, row_lane)
-        wanted = torch.zeros(count + 1, dtype=torch.int64, device=device).index_add_(0, row_lane, wins.sum(1))[:-1]
+        # Winners of the same lane that stand before each entry: in earlier rows, and in its own.
+        in_row = is_lane * wins.sum(1, keepdim=True)
+        place = (in_row.cumsum(0) - in_row).gather(1, row_lane) + wins.cumsum(1) - wins.long()
+        wanted = in_row.sum(0)[:-1]
         brought = torch.minimum(wanted, unused)
         safe_lane = lane.clamp_max(count - 1)
         placed = wins & (place < unused[safe_lane])
@@ -230,39 +226,19 @@ class HotSet:
         fetch.copy_(torch.where(placed | (hit & append), host, -1))
         turn = torch.arange(hot, device=device) + brought.unsqueeze(1)
         self.order.copy_(order.gather(1, turn % hot))
-        found = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        found.index_add_(0, row_lane, (key & (at != spare) & ~placed).sum(1))
+        found = (is_lane * (key & (at != spare) & ~placed).sum(1, keepdim=True)).sum(0)[:-1]
         if append:
-            self.counters[:, APPENDED] += found[:-1] + brought
+            self.counters[:, APPENDED] += found + brought
         else:
-            self.counters[:, HITS] += found[:-1]
+            self.counters[:, HITS] += found
             self.counters[:, MISSES] += brought
         self.counters[:, OVERFLOWED] += wanted - brought
 
-    def _places(self, wins: torch.Tensor, row_lane: torch.Tensor) -> torch.Tensor:
-        """(rows, topk): how many winners of the same lane stand before each entry."""
-        sorted_lane, by_lane = torch.sort(row_lane, stable=True)
-        sums = wins.sum(1)[by_lane]
-        before = sums.cumsum(0) - sums
-        start = torch.searchsorted(sorted_lane, sorted_lane)
-        of_row = torch.empty_like(before)
-        of_row[by_lane] = before - before[start]
-        return of_row.unsqueeze(1) + wins.cumsum(1) - wins.long()
-
-
-def local_positions(positions: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """Global positions as a rank counts its own, whoever holds them; negative ones stay negative."""
-    if shard is None:
-        return positions
-    _, world, interleave = shard
-    local = positions // (interleave * world) * interleave + positions % interleave
-    return torch.where(positions >= 0, local, -1)
-
 
 def held_positions(positions: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """Local positions of those this rank holds, -1 for the others; same dtype."""
+    """Global positions as this rank counts its own, -1 for those of other ranks; same dtype."""
     if shard is None:
         return positions
     rank, world, interleave = shard
     held = (positions >= 0) & (positions // interleave % world == rank)
-    return torch.where(held, local_positions(positions, shard), -1)
+    return torch.where(held, positions // (interleave * world) * interleave + positions % interleave, -1)

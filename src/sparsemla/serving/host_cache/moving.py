@@ -54,11 +54,6 @@ class Records:
             parts.append((layout.data_bytes, whole, layout.scale_bytes))
         return cls(layout, records.view(torch.int64).view(-1), max(records.shape[0], 1), 0, _in_words(parts), None)
 
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-        return self.words.device
-
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """(n, record_bytes) uint8 of some slots, all of which exist."""
         if self.pool is not None:
@@ -142,9 +137,10 @@ def _by_host(
     goal = every if target_slots is None else target_slots.long()
     moved = (start >= 0) & (goal >= 0)
     start, goal = start[moved], goal[moved]
-    records = source.read(start.to(source.device)).to(target.device)
+    records = source.read(start.to(source.words.device)).to(target.words.device)
+    goal = goal.to(target.words.device)
     if target.pool is not None:
-        target.pool.write_bytes(goal.to(target.device), records)
+        target.pool.write_bytes(goal, records)
     else:
         rows = target.words.view(-1, target.layout.record_bytes // _WORD)
-        rows[goal.to(target.device)] = records.view(torch.int64)
+        rows[goal] = records.view(torch.int64)
