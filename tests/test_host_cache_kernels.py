@@ -23,15 +23,15 @@ POINTERS = {
         ("indices", "request_ids", "lane_of_request", "block_table", "directory", "position_of", "order", "used"),
         "*i32",
     ),
-    **dict.fromkeys(("unused_list", "used_list", "brought", "clock", "slots", "target_slots"), "*i32"),
+    **dict.fromkeys(("unused_list", "used_list", "brought", "clock", "slots", "target_slots", "counts"), "*i32"),
 }
 PLAN = {"BLOCK": hot._BLOCK, "SLOT_BLOCK": hot._SLOT_BLOCK, "ROW_BLOCK": hot._ROW_BLOCK}
 VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "plan": ("plan", {**PLAN, "APPEND": False, "world": 1, "interleave": 1}, 16),
     "plan-append-sharded": ("plan", {**PLAN, "APPEND": True}, 16),
-    "bring": ("bring", {"WORDS": 82, "PADDED": 128, "PROGRAMS": 64}, 4),
-    "move": ("move", {"WORDS": 82, "PADDED": 128}, 4),
-    "stage-one-word": ("move", {"WORDS": 1, "PADDED": 1, "target_slots": None}, 1),
+    "bring": ("move", {"WORDS": 82, "PADDED": 128}, 4),
+    "write": ("move", {"WORDS": 82, "PADDED": 128, "source_slots": None, "counts": None}, 4),
+    "stage-one-word": ("move", {"WORDS": 1, "PADDED": 1, "target_slots": None, "counts": None}, 1),
 }
 
 

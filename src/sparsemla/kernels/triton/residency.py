@@ -55,8 +55,9 @@ def plan(
     """Program `lane` makes what its request's rows name resident; after the lanes come programs for rows without one.
 
     Fills `slots` (slot of the hot buffer, -1: no key), with APPEND `fetch` (slot of the host's pool of every key, else
-    scratch), and what `bring` reads. The steps are those of `sparsemla.serving.host_cache.hot`, in whose terms they are
-    explained; a barrier stands where a step reads what other threads of the program wrote.
+    scratch), and the lists by which the missing ones are moved. The steps are those of
+    `sparsemla.serving.host_cache.hot`, in whose terms they are explained; a barrier stands where a step reads what
+    other threads of the program wrote.
     """
     lane = tl.program_id(0)
     if lane >= lanes:
@@ -194,50 +195,33 @@ def plan(
             tl.store(clock + lane, now)
 
 
-@triton.jit
-def _copy_record(source, start, block, page, row, at, target, goal, to_block, to_page, to_row, to_at, word, words):
-    """The words of one part of a record from slot `start` to slot `goal`; one word a thread, so that a warp reads 256
-    bytes in a row, which host memory needs more than any other."""
-    start = start // block * page + start % block * row + at
-    goal = goal // to_block * to_page + goal % to_block * to_row + to_at
-    tl.store(target + goal + word, tl.load(source + start + word, mask=word < words), mask=word < words)
-
-
-@triton.jit(do_not_specialize=["entries", "block", "page", "row", "to_block", "to_page", "to_row"])
+@triton.jit(do_not_specialize=["entries", "programs", "block", "page", "row", "to_block", "to_page", "to_row"])
 def move(
-    source, source_slots, block, page, row, at, target, target_slots, to_block, to_page, to_row, to_at, entries,
-    WORDS: tl.constexpr, PADDED: tl.constexpr,
+    source, source_slots, block, page, row, at, target, target_slots, to_block, to_page, to_row, to_at,
+    entries, counts, programs, WORDS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Copies WORDS 8-byte words of each entry whose two slots are not negative; strides in words.
 
-    None as slots: entry i is slot i. The programs take the entries in turn.
+    None as slots: entry i is slot i. With `counts` each lane has its own list of `entries` slots, of which `counts` are
+    there, and its own target page of as many records. `programs` programs take the entries (of a lane) in turn. One
+    word a thread, so that a warp reads 256 bytes in a row, which host memory needs more than any other.
     """
     word = tl.arange(0, PADDED)
-    for entry in range(tl.program_id(0), entries, tl.num_programs(0)):
-        start = tl.cast(entry, tl.int64)
-        goal = tl.cast(entry, tl.int64)
+    lane = tl.program_id(0) // programs
+    first = tl.cast(lane, tl.int64) * entries
+    there = entries
+    if counts is not None:
+        there = tl.load(counts + lane)
+    for number in range(tl.program_id(0) % programs, there, programs):
+        start = first + number
+        goal = first + number
         if source_slots is not None:
-            start = tl.load(source_slots + entry).to(tl.int64)
+            start = tl.load(source_slots + first + number).to(tl.int64)
         if target_slots is not None:
-            goal = tl.load(target_slots + entry).to(tl.int64)
+            goal = tl.load(target_slots + first + number).to(tl.int64)
+        if counts is not None:
+            goal += first
         if (start >= 0) & (goal >= 0):
-            _copy_record(
-                source, start, block, page, row, at, target, goal, to_block, to_page, to_row, to_at, word, WORDS
-            )
-
-
-@triton.jit(do_not_specialize=["block", "page", "row", "to_page", "to_row"])
-def bring(
-    source, block, page, row, at, target, hot, to_page, to_row, to_at, host_list, unused_list, brought,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Copies what a plan found missing, PROGRAMS programs a lane: `brought` records, from `host_list` to the first
-    slots of `unused_list`."""
-    word = tl.arange(0, PADDED)
-    lane = tl.program_id(0) // PROGRAMS
-    host_list += tl.cast(lane, tl.int64) * hot
-    unused_list += tl.cast(lane, tl.int64) * hot
-    for entry in range(tl.program_id(0) % PROGRAMS, tl.load(brought + lane), PROGRAMS):
-        start = tl.load(host_list + entry)
-        goal = tl.cast(lane, tl.int64) * hot + tl.load(unused_list + entry)
-        _copy_record(source, start, block, page, row, at, target, goal, hot, to_page, to_row, to_at, word, WORDS)
+            start = start // block * page + start % block * row + at
+            goal = goal // to_block * to_page + goal % to_block * to_row + to_at
+            tl.store(target + goal + word, tl.load(source + start + word, mask=word < WORDS), mask=word < WORDS)

@@ -21,7 +21,7 @@ import torch
 
 from sparsemla.cache import PagedKVCache, slots_from_positions
 from sparsemla.serving.host_cache.lanes import RequestLanes
-from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device, one_word_a_thread
+from sparsemla.serving.host_cache.moving import Records, device_code, move, on_device
 
 Shard = tuple[int, int, int]
 """(rank, world, interleave), as `context_shard` of `sparse_mla_attention`."""
@@ -88,21 +88,13 @@ class HotSet:
 
     def bring(self, slots: torch.Tensor, fetch: torch.Tensor) -> None:
         """Copies what the last plan found missing from the host's pool; `slots` and `fetch` are what it returned."""
-        source, target = self.host_records, self.records
-        if slots.numel() == 0:
-            return
+        source, target, device = self.host_records, self.records, self.pool.device
         if self._code is None:
-            move(source, fetch.view(-1), target, slots.view(-1), device=self.pool.device, count=slots.numel())
-            return
-        lanes = self.lanes.max_requests
-        programs = max(_PROGRAMS // lanes, _LEAST_PROGRAMS)
-        with on_device(self.pool.device):
-            for (at, row, size), (to_at, to_row, _) in zip(source.parts, target.parts, strict=True):
-                self._code.bring[(lanes * programs,)](
-                    source.words, source.block, source.page, row, at,
-                    target.words, self.hot_records, target.page, to_row, to_at,
-                    self._host_list, self._lists[1], self._brought, PROGRAMS=programs, **one_word_a_thread(size),
-                )  # fmt: skip
+            move(source, fetch.view(-1), target, slots.view(-1), device=device, count=slots.numel())
+        elif slots.numel():
+            programs = max(_PROGRAMS // self.lanes.max_requests, _LEAST_PROGRAMS)
+            lists, hot = (self._host_list, self._lists[1]), self.hot_records
+            move(source, lists[0], target, lists[1], device=device, count=hot, counts=self._brought, programs=programs)
 
     def forget(self, lanes: torch.Tensor) -> None:
         """Nothing of these lanes is hot any more: (n,) int64, negative for none."""

@@ -84,6 +84,7 @@ def move(
     *,
     device: torch.device,
     count: int,
+    counts: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> None:
     """Copies record `source_slots[i]` to `target_slots[i]` for every i where neither is negative.
@@ -96,7 +97,9 @@ def move(
             None: 0, 1, 2 and on. A target named twice gets either record.
         device: who copies.
         count: entries.
-        programs: of the device that take part, at most.
+        counts: (lanes,) int32, where Triton serves the device: every lane has a list of `count` slots on each side, of
+            which so many are there; target slots are those of the lane's page of `count` records.
+        programs: of the device that take part (for each lane), at most.
     """
     if count == 0:
         return
@@ -104,19 +107,16 @@ def move(
     if code is None:
         _by_host(source, source_slots, target, target_slots, count, device)
         return
-    grid = (min(count, programs or _PROGRAMS),)
+    programs = min(count, programs or _PROGRAMS)
+    grid = (programs if counts is None else programs * len(counts),)
     with on_device(device):
         for (at, row, size), (to_at, to_row, _) in zip(source.parts, target.parts, strict=True):
+            padded = 1 << (size - 1).bit_length()
             code.move[grid](
                 source.words, source_slots, source.block, source.page, row, at,
-                target.words, target_slots, target.block, target.page, to_row, to_at, count, **one_word_a_thread(size),
+                target.words, target_slots, target.block, target.page, to_row, to_at,
+                count, counts, programs, WORDS=size, PADDED=padded, num_warps=max(padded // 32, 1),
             )  # fmt: skip
-
-
-def one_word_a_thread(words: int) -> dict[str, int]:
-    """Constants of a kernel that copies parts of so many words."""
-    padded = 1 << (words - 1).bit_length()
-    return {"WORDS": words, "PADDED": padded, "num_warps": max(padded // 32, 1)}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
