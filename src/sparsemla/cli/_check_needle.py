@@ -210,9 +210,8 @@ def needle_command(
 def _print(report: NeedleReport, device: torch.device) -> None:
     console = Console(highlight=False)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    console.print(
-        f"\n[bold]Needles[/bold] on {name} ({device}), at {', '.join(f'{d:.0%}' for d in DEPTHS)} of the text"
-    )
+    depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
+    console.print(f"\n[bold]Needles[/bold] on {name} ({device}), at {depths} of the text")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("records", "cache", "retrieved", "off by", "replay", "brought*", ""):
         table.add_column(title, justify="left" if title == "cache" else "right")
@@ -238,7 +237,7 @@ def _print(report: NeedleReport, device: torch.device) -> None:
 class _Haystack:
     """A context on the device, its questions and what the indexer chose for them.
 
-    q and noise_q: (rows, heads, 576); chosen and other: (rows, topk) positions, for the questions and for others that
+    q: (rows, heads, 576); chosen and other: (rows, topk) positions, for the questions and for others that
     ask for nothing. Heads are this rank's; of the model's 64 heads the even ones look for needles.
     """
 
@@ -294,9 +293,8 @@ class _Haystack:
         looking[::2] = True
         scale = 576**-0.5
         towards = torch.zeros((len(asked), 576), device=device)
-        towards[:, :256] = names[asked] * (
-            math.log(_LEAD * sizes.topk) / scale / names[asked].square().sum(1, keepdim=True)
-        )
+        lead = math.log(_LEAD * sizes.topk) / scale
+        towards[:, :256] = names[asked] * (lead / names[asked].square().sum(1, keepdim=True))
         q = normal(len(asked), 64, 576) + looking[None, :, None] * towards[:, None]
         return cls(
             cache=cache,
@@ -341,10 +339,8 @@ class _Haystack:
 
 
 def _best(tiles: list[torch.Tensor], topk: int) -> torch.Tensor:
-    """(rows, topk) int32: positions of the best scores, in the order of the context; -1 where it is shorter."""
-    scores = torch.cat(tiles, dim=1)
-    best = scores.topk(min(topk, scores.shape[1]), dim=1).indices.sort(dim=1).values.to(torch.int32)
-    return torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=-1)
+    """(rows, topk) int32: positions of the best scores, in the order of the context."""
+    return torch.cat(tiles, dim=1).topk(topk, dim=1).indices.sort(dim=1).values.to(torch.int32)
 
 
 def _as_stored(keys: torch.Tensor) -> torch.Tensor:
@@ -371,7 +367,7 @@ class _Way:
         parallel = Parallelism(tp=64 // heads) if ranks is None else ranks.grid.parallel
         rows = len(ASKED)
         limits = ServingLimits(
-            max_model_len=max(haystack.length, sizes.topk),
+            max_model_len=haystack.length,
             max_num_batched_tokens=rows,
             max_num_seqs=len(DEPTHS),
             spec_tokens=QUESTIONS - 1,
@@ -395,9 +391,6 @@ class _Way:
             pool.byte_view.copy_(cache.byte_view)
             lanes = RequestLanes(max_requests=len(DEPTHS), max_len=table.shape[1] * _BLOCK, device=device)
             self.host = HostCache(pool, lanes, hot_records=sizes.hot_records, topk=sizes.topk, max_rows=rows)
-            for request in range(len(DEPTHS)):
-                lanes.admit(request)
-            lanes.bind(range(len(DEPTHS)))
         self.cache = None if host else cache
         workspace = SharedWorkspace(device)
         self._backend = SparseMLABackend(
