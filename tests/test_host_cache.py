@@ -30,7 +30,7 @@ BLOCK = 16
 LENGTHS = [150, 40, 97]
 TOPK = 24
 SCALE = 0.06
-Answer = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Model:
@@ -86,16 +86,16 @@ class Bench:
     def int32(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def attend(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
+    def attend(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Pair:
         hot, slots = self.host.bring(indices, ids, self.table)
         out = torch.full((*q.shape[:2], 512), torch.nan, dtype=torch.bfloat16, device=self.device)
         return sparse_mla_attention(q, hot, slots, softmax_scale=SCALE, out=out)
 
-    def over_whole(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
+    def over_whole(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Pair:
         whole, table = self.whole, self.table
         return sparse_mla_attention(q, whole, indices, softmax_scale=SCALE, block_table=table, request_ids=ids)
 
-    def check(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Answer:
+    def check(self, q: torch.Tensor, indices: torch.Tensor, ids: torch.Tensor) -> Pair:
         """The answer, which has the bits of that over the whole cache."""
         got = self.attend(q, indices, ids)
         assert same(got, self.over_whole(q, indices, ids))
@@ -111,7 +111,7 @@ class Bench:
     def query(self, rows: int, heads: int = 5) -> torch.Tensor:
         return torch.randn(rows, heads, self.pool.d_qk, device=self.device).bfloat16()
 
-    def rows(self, ids: list[int], *, spread: int = 200) -> Answer:
+    def rows(self, ids: list[int], *, spread: int = 200) -> Pair:
         """Indices with repeats, -1 and garbage, up to the end of each request; and the request ids."""
         indices = torch.randint(0, spread, (len(ids), TOPK), dtype=torch.int32)
         for row, request in enumerate(ids):
@@ -124,7 +124,7 @@ class Bench:
         return indices.to(self.device), self.int32(*ids)
 
 
-def same(got: Answer, want: Answer) -> bool:
+def same(got: Pair, want: Pair) -> bool:
     return torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
