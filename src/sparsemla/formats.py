@@ -271,7 +271,8 @@ def quantise_e4m3(
     grouped = values.to(torch.float32).reshape(n, columns // group, group)
     magnitude = grouped.abs()
     amax = torch.where(magnitude < torch.inf, magnitude, 0.0).amax(dim=-1)
-    scales = (amax / E4M3_MAX).clamp_min(SCALE_MIN)
+    # By a tensor: a GPU divides by a Python number through its reciprocal, which gives other scales than the CPU's.
+    scales = (amax / amax.new_full((), E4M3_MAX)).clamp_min(SCALE_MIN)
     if scale_style == "pow2":
         scales = (_pow2_ceil_exponents(scales) << 23).view(torch.float32)
     # Division, not multiplication by a reciprocal: the stored scale is then the one the values were rounded with.
