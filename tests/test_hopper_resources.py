@@ -18,6 +18,8 @@ from generators import random_call
 from sparsemla.kernels.call import AttentionCall
 
 TABLE = Path(__file__).parent / "data" / "hopper_resources.json"
+SHARED_LIMIT = 232_448
+"""Bytes of dynamic shared memory a CTA may have on SM90 (227 KiB)."""
 KNOWN: dict[str, dict[str, int]] = json.loads(TABLE.read_text())
 
 if importlib.util.find_spec("cutlass") is None:
@@ -34,11 +36,12 @@ def test_every_variant_stays_within_the_committed_table() -> None:
     assert set(found) == set(KNOWN)
     for name, facts in found.items():
         known = KNOWN[name]
-        assert facts["shared"] == known["shared"] <= resources.SHARED_LIMIT, name
-        assert facts["registers"] <= 128, name  # 512 threads share 65,536
+        assert facts["shared"] == known["shared"] <= SHARED_LIMIT, name
+        assert facts["registers"] <= (96 if "h64" not in name else 128), name  # 640 or 512 threads share 65,536
         assert facts["stack"] <= known["stack"], name
         assert facts["spills"] <= known["spills"], name
         assert facts["matrix"] == known["matrix"], name
+        assert facts["waits"] == known["waits"] < known["matrix"] / 2, name
 
 
 def test_a_compiled_variant_is_read_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,13 +91,11 @@ class Gather(Records, Query):
             if lane == 0:
                 arch.mbarrier_arrive_and_expect_tx(full, self.bulk * self.record_bytes)
             arch.sync_warp()
-            if lane < self.bulk:
-                ptx.bulk_copy(
-                    place + lane * self.record_bytes,
-                    mine,
-                    self.record_bytes,
-                    base + self.off_barriers + (self.RAW_FULL + slot) * 8,
-                )
+            counter = base + self.off_barriers + (self.RAW_FULL + slot) * 8
+            for r in cutlass.range_constexpr(self.bulk):
+                here = arch.shuffle_sync(mine, r)
+                with arch.elect_one():
+                    ptx.bulk_copy(place + r * self.record_bytes, here, self.record_bytes, counter)
             self.copy(place, mine, Int32(1), lane, self.bulk)
         else:
             if lane == 0:
@@ -154,16 +152,10 @@ class Gather(Records, Query):
                 raw = self.load_index(p, token, length, extra, block + 2 * self.cluster, mine)
                 arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (count // self.depth + 1) % 2)
                 self.bring(base, slot, address, lane, p.cache)
-                if cutlass.const_expr(self.valuers > 1):
-                    if count > 0:
-                        self.convert(base, warp, lane, count - 1)
                 count = count + 1
                 block = block + self.cluster
                 n = n + 1
             tile = tile + step
-        if cutlass.const_expr(self.valuers > 1):
-            if count > 0:
-                self.convert(base, warp, lane, count - 1)
         if cutlass.const_expr(self.cluster > 1):
             arch.cluster_arrive()
             arch.cluster_wait()

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse MLA attention over quantised records, for a tile of 8, 16, 32 or 64 heads. One CTA an SM, four warpgroups,
-one job each.
+"""Sparse MLA attention over quantised records, for a tile of 8, 16, 32 or 64 heads. One CTA an SM, four or five
+warpgroups, one job each.
 
 gather   brings records as they are into a ring in shared memory, 16 records a warp and turn.
-score    reads the same records as matrix fragments (e4m3 to f16, exact), multiplies them from registers with the query,
-             S^T = K Q^T   (64 records x heads),
-         one accumulator a group of 128 columns, folded into S with the record's float32 scale; does the online
-         softmax; leaves P.
-value 0, value 1    accumulate 256 columns of the output each from the value stage and P.
+score    (one warpgroup, or two in turn) reads them as matrix fragments (e4m3 to f16, exact) and multiplies them from
+         registers with the query, S^T = K Q^T (64 records x heads): one accumulator, multiplied between groups of 128
+         columns by the ratio of the record's float32 scales. Online softmax. Leaves P.
+value    (two warpgroups, half of the output's columns each) read the same records as fragments of V^T and multiply
+         them from registers with P, O^T = V^T P^T.
 
-So the scales act on S in float32: K enters the matrix units as the exact e4m3 values. V carries them in f16, relative
-to the power of two of
-the record's largest scale; that power of two goes into the softmax's exponent, and so does the one that brings a
-query row into f16's range.
-Nothing depends on the magnitude of scales or queries.
+The ring is the only copy of a record: no operand is converted through shared memory, whose bandwidth is what is short.
+The scales act on S in float32. For V they act in f16, relative to the power of two of the record's largest scale: on P,
+which is kept once for each group of columns, or with 64 heads on V. That power of two goes into the softmax's exponent,
+and so does the one that brings a query row into f16's range: nothing depends on the magnitude of scales or queries.
 
 The running maximum of the softmax moves only where a block exceeds it by more than 2^6: then, rarely, the output is
-rescaled. Everywhere else
-a block needs no reduction over records at all, only a vote.
+rescaled. Everywhere else a block needs no reduction over records at all, only a vote.
 
 A token can be cut over the CTAs of a cluster. They leave their partial outputs in their own shared memory and every
-CTA combines a slice of
-the output from all of them through distributed shared memory: nothing is written to global memory but the result.
+CTA combines a slice of the output from all of them through distributed shared memory: nothing is written to global
+memory but the result.
 """
 
 from __future__ import annotations
@@ -62,10 +60,10 @@ class SparseKernel(Gather, Score, Value):
         if tid == 0:
             for i in cutlass.range_constexpr(4 * self.depth):
                 arch.mbarrier_init(self._barrier(base, self.RAW_FULL, i), 33)
-                arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), 2)
-            arch.mbarrier_init(self._barrier(base, self.STAGE_FULL), 8)
-            arch.mbarrier_init(self._barrier(base, self.P_EMPTY), 4 * self.valuers)
-            arch.mbarrier_init(self._barrier(base, self.V_EMPTY), 4 * self.valuers)
+                arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), 1 + 4 * self.valuers)
+            for i in cutlass.range_constexpr(2):
+                arch.mbarrier_init(self._barrier(base, self.P_FULL, i), 4)
+                arch.mbarrier_init(self._barrier(base, self.P_EMPTY, i), 4 * self.valuers)
             arch.mbarrier_init(self._barrier(base, self.Q_FULL), 4 * self.valuers)
             arch.mbarrier_init(self._barrier(base, self.ML_FULL), 4 * self.scorers)
             arch.mbarrier_init(self._barrier(base, self.ML_EMPTY), 4 * self.valuers)
@@ -75,9 +73,11 @@ class SparseKernel(Gather, Score, Value):
         if warp < 4 * self.valuers:
             self.set_registers(self.value_registers)
             self.value(p, base, tid, warp, rank, first, step)
-        elif warp < 12:
+        elif warp < self.loaders:
             self.set_registers(self.score_registers)
             self.score(p, base, tid - 128 * self.valuers, warp - 4 * self.valuers, rank, first, step)
         else:
             self.set_registers(self.gather_registers)
-            self.gather(p, base, tid - 384, warp - 12, rank, first, step)
+            self.gather(
+                p, base, tid - (self.threads - 128), warp - 4 * (self.valuers + self.scorers), rank, first, step
+            )

@@ -23,10 +23,16 @@ GROUPS = 4
 ROPE = 64
 O_STRIDE = LATENT + 4
 """Row stride, in float32, of a partial output in shared memory: spreads a warp's stores over all banks."""
+SHARED_LIMIT = 232_448
+"""Bytes of dynamic shared memory a CTA may have on SM90 (227 KiB)."""
+MAX_DEPTH = 5
+"""Most granules of a warp in the ring."""
 SLACK = 6.0
 """How far (in powers of two) a score may exceed the running maximum before that moves: P stays below 2^6 in f16."""
 
 NEG_INF = -float("inf")
+RAISE = 256.0
+"""What P times a scale is multiplied with in f16, so that groups of small scales keep their digits."""
 LOWEST = -3.0e38
 """Running maximum before the first key: finite, so that no difference of two maxima is a NaN."""
 
@@ -41,67 +47,71 @@ class Layout:
         trace: whether the first CTA reports the cycles of each phase.
     """
 
-    threads = 512
-
     def __init__(self, *, heads: int, rope: bool, cluster: int, trace: bool = False) -> None:
         self.trace = trace
         self.heads = heads
         self.rope = rope
         self.cluster = cluster
-        # Output with the heads on M (64 of them, P is the small operand) or on N (fewer: no padded rows are
-        # multiplied).
-        self.heads_on_m = heads == 64
-        # Warpgroups a job. Scoring takes longest: two take the blocks in turn where the output's accumulators leave
-        # the registers.
-        self.valuers, self.scorers = (2, 1) if heads == 64 else (1, 2)
-        self.columns = LATENT // self.valuers
+        # Warpgroups a job. Two have half of the output's columns each. Where registers allow, two take the scores of
+        # the blocks in turn.
+        self.valuers, self.scorers = 2, 1 if heads == 64 else 2
+        self.threads = 128 * (self.valuers + self.scorers + 1)
+        # Warps that do not gather; all of them bring the query of a token that is cut.
+        self.loaders = 4 * (self.valuers + self.scorers)
+        # Groups of 128 columns of the output a value warpgroup has, and how many of them it loads at a time.
+        self.parts = GROUPS // self.valuers
+        self.unit = 2 if heads < 32 else 1
+        # Fragments of V^T, 64 columns each, that are multiplied together, and how many such batches there are.
+        self.batch, self.batches = {8: (4, 2), 16: (4, 2), 32: (2, 2), 64: (1, 3)}[heads]
+        # Below 64 heads P is small: it is kept four times, once for every group of columns, with the records' scales of
+        # that group in it, and V enters the product as it is. With 64 heads V is scaled.
+        self.copies = 1 if heads == 64 else GROUPS
         self.value_registers, self.score_registers, self.gather_registers = {
-            8: (128, 160, 64),
-            16: (128, 160, 64),
-            32: (192, 136, 48),
-            64: (160, 152, 40),
+            8: (96, 104, 56),
+            16: (96, 112, 56),
+            32: (112, 112, 32),
+            64: (176, 136, 24),
         }[heads]
-        # Sets of fragments of K, 64 columns each: one is filled while others are multiplied. An accumulator a group
-        # of 128 columns where
-        # registers allow it.
-        self.sets = 4 if heads < 32 else 2
-        self.accumulators = {8: GROUPS, 16: GROUPS, 32: 2, 64: 1}[heads]
-        self.lead = 2 if heads < 32 else 1
+        # Sets of fragments of K, 64 columns each: one is filled while others are multiplied.
+        self.sets = 4 if heads < 32 else 3
+        # Products of 16 columns started together. The warp stands still while products queue, so where they take long
+        # few are started at a time and the next ones' fragments are filled in between.
+        self.piece = 8 if heads == 8 else 4
+        self.record_bytes = LATENT + 16 + (ROPE * 2 if rope else 0)
+        self.granule_bytes = GRANULE * self.record_bytes
+        # Records of a granule that the bulk copy engine brings.
+        self.bulk = 8
         offset = 0
 
-        def take(size: int, align: int = 128) -> int:
+        def take(size: int, align: int = 16) -> int:
             nonlocal offset
             start = (offset + align - 1) // align * align
             offset = start + size
             return start
 
+        # Two buffers of P, so that scores run a block ahead of the output.
+        self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
+        self.off_ratio = take(2 * GROUPS * BLOCK * 2 if self.copies == 1 else 0)
+        self.off_decay = take(2 * heads * 4)
+        self.off_max = take(heads * 4)
+        self.off_ml = take(heads * 8)
+        self.off_reduce = take(4 * self.scorers * heads * 4)
+        self.off_q_factor = take(heads * 4)
+        self.off_flag = take(16)
+        self.off_barriers = take((8 * MAX_DEPTH + 8) * 8)
+        self.off_mask = take(4 * MAX_DEPTH * 4)
         self.off_q = take(heads * LATENT * 2, 1024)
         self.off_q_rope = take(heads * ROPE * 2 if rope else 0, 1024)
-        self.off_v = take(BLOCK * LATENT * 2, 1024)
         # Granules a warp has in the ring: as many as fit.
-        self.depth = 3 if heads < 32 else 2
-        # Records of a granule that the bulk copy engine brings: issuing them takes time that few heads do not leave.
-        self.bulk = 4 if heads <= 16 else 8
-        self.record_bytes = LATENT + 16 + (ROPE * 2 if rope else 0)
-        self.granule_bytes = GRANULE * self.record_bytes
-        self.off_ring = take(4 * self.depth * self.granule_bytes, 16)
-        self.off_p = take(heads * BLOCK * 2, 1024)
-        self.off_mask = take(4 * self.depth * 4, 16)
-        self.off_q_factor = take(heads * 4, 16)
-        self.off_flag = take(16, 16)
-        self.off_barriers = take((8 * self.depth + 7) * 8, 8)
-        # Maximum and sum of every head, for the value warpgroups. Until they are known its first half hands over the
-        # rescaling factors and
-        # its second half keeps the running maxima.
-        self.off_ml = take(heads * 8, 16)
-        # Reductions over the four score warps use the room of P while no P lies there.
-        self.off_reduce = self.off_p
-        self.off_partial = self.off_v  # over values and ring, when both are done with
-        self.shared_bytes = offset
-        # mbarriers: two for every granule of the ring, then one each.
+        self.depth = min(MAX_DEPTH, (SHARED_LIMIT - offset) // (4 * self.granule_bytes))
+        self.off_ring = take(4 * self.depth * self.granule_bytes)
+        # Partial outputs of a token that is cut lie over query and ring, when all are done with them.
+        self.off_partial = self.off_q
+        self.shared_bytes = max(offset, self.off_partial + heads * O_STRIDE * 4)
+        # mbarriers: two for every granule of the ring, two for every buffer of P, then one each.
         self.RAW_FULL, self.RAW_EMPTY = 0, 4 * self.depth
-        (self.STAGE_FULL, self.P_EMPTY, self.V_EMPTY, self.Q_FULL, self.ML_FULL, self.ML_EMPTY, self.TURN) = range(
-            8 * self.depth, 8 * self.depth + 7
+        self.P_FULL, self.P_EMPTY, self.Q_FULL, self.ML_FULL, self.ML_EMPTY, self.TURN = (
+            8 * self.depth + i for i in (0, 2, 4, 5, 6, 7)
         )
 
     def _barrier(self, base: Any, kind: int, index: Any = 0) -> Any:
@@ -115,8 +125,11 @@ class Layout:
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype), layout.outer)
 
     def set_registers(self, count: int) -> None:
-        """Moves a warpgroup from the 128 registers a thread it starts with to its share."""
-        if count > 128:
+        """Moves a warpgroup from the registers a thread it starts with (a multiple of 8) to its share."""
+        start = 65536 // self.threads // 8 * 8
+        if count == start:
+            return
+        if count > start:
             arch.setmaxregister_increase(count)
         else:
             arch.setmaxregister_decrease(count)

@@ -48,22 +48,9 @@ def stg_b32(address: Any, value: Any, predicate: Any) -> None:
     )
 
 
-def stg128(address: Any, v: Any, predicate: Any) -> None:
-    """16 bytes to global memory where the predicate holds."""
-    arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r5}, 0; @p st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }; }",
-        read_only_args=[address, v[0], v[1], v[2], v[3], predicate],
-    )
-
-
 def stg_f32(address: Any, value: Any) -> None:
     """One float32 to global memory."""
     arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def sts128(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-    """16 bytes to shared memory."""
-    arch.inline_ptx("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d])
 
 
 def sts_f32(address: Any, value: Any) -> None:
@@ -164,14 +151,6 @@ def fmin(a: Any, b: Any) -> Any:
     return arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
-def stmatrix_x4(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-    """Four 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
-    arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[address, a, b, c, d],
-    )
-
-
 def stmatrix_x4_trans(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Four transposed 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix
     i // 8."""
@@ -224,6 +203,50 @@ def lds128(address: Any) -> tuple[Any, Any, Any, Any]:
         write_only_types=[Uint32] * 4,
         read_only_args=[address],
     )
+
+
+def max_u16x2(a: Any, b: Any) -> Any:
+    """The larger of each of two unsigned 16-bit halves."""
+    return arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def lds_u32(address: Any) -> Any:
+    """Four bytes from shared memory, as they are."""
+    return arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def lds_v2u32(address: Any) -> tuple[Any, Any]:
+    """Eight bytes from shared memory as two words."""
+    return arch.inline_ptx(
+        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+
+
+def sts_v4f32(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four float32 to shared memory."""
+    arch.inline_ptx("st.shared.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d])
+
+
+def sts_halves(address: Any, word: Any, distance: int) -> None:
+    """The two 16-bit halves of a word to shared memory, `distance` bytes apart."""
+    arch.inline_ptx(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r1}; st.shared.b16 [{$r0}], lo;"
+        f" st.shared.b16 [{{$r0}} + {distance}], hi; }}",
+        read_only_args=[address, word],
+    )
+
+
+def interleave(a: Any, b: Any, half: int) -> Any:
+    """Bytes of two words in turn: those of their lower halves (half 0) or upper halves (1)."""
+    selector = "0x7362" if half else "0x5140"
+    return arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+def rcp(x: Any) -> Any:
+    """1 / x, approximate to 1 ulp; 0 beyond 2^126."""
+    return arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def mul_f16x2(a: Any, b: Any) -> Any:

@@ -62,12 +62,11 @@ class Query(Layout):
         """Row `row` of the query tile, lane's share of it in words[t], to shared memory."""
         chunk = lane % 16
         # The magnitude of a bf16 is ordered as its bits are.
-        largest = Int32(0)
-        for i in cutlass.range_constexpr(5):
+        pair = words[t, 0, 0] & 0x7FFF7FFF
+        for i in cutlass.range_constexpr(5 if self.rope else 4):
             for w in cutlass.range_constexpr(4):
-                low = Int32(words[t, i, w] & 0x7FFF)
-                high = Int32((words[t, i, w] >> 16) & 0x7FFF)
-                largest = cutlass.max(largest, cutlass.max(low, high))
+                pair = ptx.max_u16x2(pair, words[t, i, w] & 0x7FFF7FFF)
+        largest = cutlass.max(Int32(pair & 0xFFFF), Int32(pair >> 16))
         for s in cutlass.range_constexpr(4):
             largest = cutlass.max(largest, arch.shuffle_sync_bfly(largest, 8 >> s))
         exponent = cutlass.max(largest // 128, Int32(8))

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from sparsemla.kernels.hopper.build import Variant, compile_variant
 
-SHARED_LIMIT = 232_448
-"""Bytes of dynamic shared memory a CTA may have on SM90 (227 KiB)."""
 VARIANTS: tuple[Variant, ...] = tuple(
     Variant("sparse", heads, rope, cluster)
     for heads in (8, 16, 32, 64)
@@ -47,8 +45,8 @@ def measure(variant: Variant) -> dict[str, int]:
 
     Returns:
         ``registers`` a thread at launch, ``stack`` bytes a thread, ``shared`` bytes a CTA, ``spills`` (instructions
-        that touch the stack
-        anywhere) and ``matrix`` (warpgroup matrix instructions).
+        that touch the stack anywhere), ``matrix`` (warpgroup matrix instructions) and ``waits`` (places that wait for
+        them: the assembler, without a word, waits after each one when registers are short).
 
     Raises:
         RuntimeError: the binary tools are not there.
@@ -75,6 +73,7 @@ def measure(variant: Variant) -> dict[str, int]:
         "shared": code.shared_bytes,
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
         "matrix": len(re.findall(r"\bHGMMA\b", listing)),
+        "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", listing)),
     }
 
 

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from sparsemla.kernels.hopper import ptx
-from sparsemla.kernels.hopper.layout import BLOCK, GROUPS, LATENT, LOWEST, NEG_INF, ROPE, SLACK
+from sparsemla.kernels.hopper.layout import BLOCK, GROUPS, LATENT, LOWEST, NEG_INF, RAISE, ROPE, SLACK
 from sparsemla.kernels.hopper.params import Params
 from sparsemla.kernels.hopper.query import Query
 from sparsemla.kernels.hopper.records import Records
@@ -54,9 +54,6 @@ class Score(Records, Query):
             a_r = rk_thread.make_fragment_A(rk_thread.partition_shape_A((BLOCK, ROPE)))
             r_words = cute.recast_tensor(a_r, Uint32)
         x = qk_thread.make_fragment_C(qk_thread.partition_shape_C((BLOCK, heads)))
-        part = [
-            qk_thread.make_fragment_C(qk_thread.partition_shape_C((BLOCK, heads))) for _ in range(self.accumulators)
-        ]
         # Columns (heads) of this thread: 8 j + 2 (lane % 4) + c. Rows (records): 16 warp + lane // 4 + 8 i. Element 4
         # j + 2 i + c.
         total = cute.make_rmem_tensor((tiles_n, 2), Float32)
@@ -64,7 +61,10 @@ class Score(Records, Query):
         line = lane // 4
         quad = lane % 4
         column0 = quad * 2
-        maxima = base + self.off_ml + (heads + column0) * 4
+        maxima = base + self.off_max + column0 * 4
+        # Where this thread leaves its two records' scales (of group `quad`, relative to the record's exponent) for the
+        # value warps: by the group, then by the lane that reads them, then in its order.
+        ratio_place = base + self.off_ratio + ((quad * 4 + line // 2) * BLOCK // 4 + 4 * warp + line % 2) * 2
         before = Int32(0)  # blocks of earlier tiles
         turn = Int32(0)
         times = cute.make_rmem_tensor((9,), Int32)
@@ -82,11 +82,16 @@ class Score(Records, Query):
                     total[j, c] = Float32(0.0)
                     if cutlass.const_expr(self.scorers > 1):
                         mine[j, c] = Float32(LOWEST)
+            seen = Int32(-1)  # the block whose maxima this warpgroup's sums are relative to
+            if (me == 0) & (tid < heads):  # what the first block is relative to until its own maxima are known
+                ptx.sts_f32(base + self.off_max + tid * 4, Float32(0.0))
+                if tid == 0:
+                    ptx.sts_i32(base + self.off_flag + 12, Int32(0))
             if cutlass.const_expr(self.cluster == 1):
                 m0 = ptx.opaque(tid)
                 self.load_query(p, base, token, head0, me * 4 + m0 // 32, m0 % 32, 4 * self.scorers)
             else:  # one tile a CTA: the value warps have nothing else to do yet
-                self.load_query(p, base, token, head0, 4 * self.valuers + me * 4 + warp, lane, 12)
+                self.load_query(p, base, token, head0, 4 * self.valuers + me * 4 + warp, lane, self.loaders)
                 arch.mbarrier_wait(self._barrier(base, self.Q_FULL), 0)
             arch.fence_view_async_shared()
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
@@ -97,102 +102,101 @@ class Score(Records, Query):
             while n < blocks:
                 count = before + n
                 slot = warp * self.depth + count % self.depth
-                place = base + self.off_ring + slot * self.granule_bytes
+                rows = base + self.off_ring + slot * self.granule_bytes + self.own_rows(lane)
+                scales = rows - quad * 16 + LATENT
                 arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, slot), (count // self.depth) % 2)
                 self.mark(times, 1)
-                record = self.record_of(line)
-                rows = place + record * self.record_bytes + quad * 16
+                # S is a sum over groups of 128 columns, each times its record's scale. It is kept in one accumulator
+                # that is multiplied between groups. Loads run ahead of conversions, conversions ahead of products.
                 mask = ptx.lds_i32(base + self.off_mask + slot * 4)
-                scales = rows - quad * 16 + LATENT
-                grow = []
-                bias = []
-                for i in cutlass.range_constexpr(2):
-                    exponent, small = self.split_scale(ptx.lds_v4f32(scales + i * (8 * self.record_bytes)))
-                    grow.append(small)
-                    shift = Float32(exponent)
-                    if ((mask >> (record + 8 * i)) & 1) == 0:
-                        shift = Float32(NEG_INF)
-                    bias.append(shift)
-                # The rotary part goes straight into S.
-                if cutlass.const_expr(self.rope):
-                    for i in cutlass.range_constexpr(2):
-                        for h in cutlass.range_constexpr(2):
-                            words = ptx.lds128(rows + i * (8 * self.record_bytes) + LATENT + 16 + 64 * h)
-                            for w in cutlass.range_constexpr(4):
-                                r_words[4 * (2 * h + w // 2) + i + 2 * (w % 2)] = words[w]
+                both = [ptx.lds_v4f32(scales + i * (8 * self.record_bytes)) for i in range(2)]
+                # For a thread's two records: 2 to minus the exponent of the largest scale, and that exponent as a bias
+                # of the score, -inf for "no key".
+                grow: list[Any] = []
+                bias: list[Any] = []
+                steps: list[Any] = []
+                loaded = [self.latent_rows(rows, 0)]
+                for piece in cutlass.range_constexpr(4 * 2 * GROUPS // self.piece):
+                    for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
+                        block = k // 4
+                        if cutlass.const_expr(k % 4 == 0 and block + 1 < 2 * GROUPS):
+                            loaded.append(self.latent_rows(rows, block + 1))
+                        self.to_fragment(loaded[block], k % 4, a_words[block % self.sets])
+                    if cutlass.const_expr(piece == 1):  # while the first products run
+                        for i in cutlass.range_constexpr(2):
+                            exponent, small = self.split_scale(both[i])
+                            grow.append(small)
+                            steps.append(self.steps(both[i], exponent))
+                            shift = Float32(exponent)
+                            if ((mask >> (self.record_of(line) + 8 * i)) & 1) == 0:
+                                shift = Float32(NEG_INF)
+                            bias.append(shift)
+                    if cutlass.const_expr(piece > 0 and self.piece * piece % 8 == 0):
+                        warpgroup.wait_group(0)
+                        self.rescale(x, steps, self.piece * piece // 8 - 1)
                     warpgroup.fence()
+                    for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
+                        qk.set(warpgroup.Field.ACCUMULATE, k > 0)
+                        fragment = a_k[k // 4 % self.sets]
+                        cute.gemm(qk, x, fragment[None, None, k % 4], b_q[None, None, k], x)
+                    warpgroup.commit_group()
+                if cutlass.const_expr(self.rope):
+                    self.rotary_rows(rows, r_words)
+                warpgroup.wait_group(0)
+                self.rescale(x, steps, GROUPS - 1)
+                if cutlass.const_expr(self.rope):
+                    warpgroup.fence()
+                    rk.set(warpgroup.Field.ACCUMULATE, True)
                     for k in cutlass.range_constexpr(4):
-                        rk.set(warpgroup.Field.ACCUMULATE, k != 0)
                         at = (None, None, k)
                         cute.gemm(rk, x, a_r[at], b_qr[at], x)
                     warpgroup.commit_group()
+                if cutlass.const_expr(self.scorers == 1):
+                    factors, largest = self.before_softmax(base, maxima, column0)
+                if cutlass.const_expr(self.rope):
+                    warpgroup.wait_group(0)
+                # The records' scales relative to their exponents, for V.
+                ratio = []
+                if cutlass.const_expr(self.copies == 1):
+                    places = [scales + quad * 4, scales + quad * 4 + 8 * self.record_bytes]
+                    ratio.append(ptx.pack_f16x2(ptx.lds_f32(places[0]) * grow[0], ptx.lds_f32(places[1]) * grow[1]))
                 else:
-                    x.fill(0.0)
-                # Loads run ahead of conversions and products: shared memory is read in program order.
-                ahead: list[Any] = []
-                for b in cutlass.range_constexpr(self.lead):
-                    ahead = ahead + self.latent_rows(rows, b)
-                for b in cutlass.range_constexpr(2 * GROUPS):
-                    now = ahead
-                    if cutlass.const_expr(b + self.lead < 2 * GROUPS):
-                        ahead = now[2:] + self.latent_rows(rows, b + self.lead)
-                    else:
-                        ahead = now[2:]
-                    if cutlass.const_expr(b >= self.sets):
-                        warpgroup.wait_group(self.sets - 1)  # this set is free again
-                    filled = a_words[b % self.sets]
                     for i in cutlass.range_constexpr(2):
-                        for w in cutlass.range_constexpr(4):
-                            pair = ptx.e4m3x4_to_f16x4(now[i][w])
-                            filled[4 * w + i] = pair[0]
-                            filled[4 * w + i + 2] = pair[1]
-                    if cutlass.const_expr(b % 2 == 0 and b // 2 >= self.accumulators):
-                        warpgroup.wait_group(2 * (self.accumulators - 1))
-                        self.fold(x, part[(b // 2) % self.accumulators], scales, b // 2 - self.accumulators)
-                    into = part[(b // 2) % self.accumulators]
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(4):
-                        qk.set(warpgroup.Field.ACCUMULATE, (b % 2 == 1) or (k != 0))
-                        cute.gemm(qk, into, a_k[b % self.sets][None, None, k], b_q[None, None, 4 * b + k], into)
-                    warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                for g in cutlass.range_constexpr(GROUPS - self.accumulators, GROUPS):
-                    self.fold(x, part[g % self.accumulators], scales, g)
+                        s4 = ptx.lds_v4f32(scales + i * (8 * self.record_bytes))
+                        ratio.append([s4[g] * (grow[i] * RAISE) for g in range(GROUPS)])
                 arch.sync_warp()
                 if lane == 0:
                     arch.mbarrier_arrive(self._barrier(base, self.RAW_EMPTY, slot))
                 self.mark(times, 2)
-                if cutlass.const_expr(self.scorers > 1):  # the block before this one has left its maxima and its P
+                if cutlass.const_expr(self.scorers > 1):  # the block before this one has left its maxima
                     arch.mbarrier_wait(self._barrier(base, self.TURN), (count + 1) % 2)
+                    factors, largest = self.before_softmax(base, maxima, column0)
+                    moved = ptx.lds_i32(base + self.off_flag + 8)
+                    if moved != seen:
+                        for j in cutlass.range_constexpr(tiles_n):
+                            for c in cutlass.range_constexpr(2):
+                                total[j, c] = total[j, c] * ptx.exp2(mine[j, c] - largest[j][c])
+                                mine[j, c] = largest[j][c]
+                        seen = moved
+                # Whether no block had a key so far: its maxima are the first then, whatever they are.
+                keyless = Int32(ptx.lds_i32(base + self.off_flag + 12) == 0)
                 # x becomes the distance from the running maximum. A masked record's bytes arrived as zeros; its bias
                 # is -inf.
                 highest = Float32(NEG_INF)
                 for j in cutlass.range_constexpr(tiles_n):
-                    factor = ptx.lds_v2f32(base + self.off_q_factor + (8 * j + column0) * 4)
-                    largest = ptx.lds_v2f32(maxima + 8 * j * 4)
                     for c in cutlass.range_constexpr(2):
-                        known = largest[c]
-                        if n == 0:
-                            known = Float32(0.0)
-                        if cutlass.const_expr(self.scorers > 1):
-                            total[j, c] = total[j, c] * ptx.exp2(mine[j, c] - known)
-                            mine[j, c] = known
                         for i in cutlass.range_constexpr(2):
                             e = 4 * j + 2 * i + c
-                            x[e] = (x[e] * factor[c] + bias[i]) - known
+                            x[e] = x[e] * factors[j][c] + (bias[i] - largest[j][c])
                             highest = ptx.fmax(highest, x[e])
-                over = Int32(highest > SLACK)
-                if n == 0:
-                    over = Int32(1)
-                flag = ptx.barrier_or(1 + me, 128, over)
+                flag = ptx.barrier_or(1 + me, 128, Int32(highest > SLACK) | keyless)
                 if flag != 0:
                     x_new = cute.make_rmem_tensor((2 * tiles_n,), Float32)
                     m1 = ptx.opaque(tid)
                     reduce_here = base + self.off_reduce + 8 * (m1 % 4)
-                    maxima_here = base + self.off_ml + (heads + 2 * (m1 % 4)) * 4
-                    # Rare: move the maxima. The room for reductions and factors must be free first.
-                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY), (count + 1) % 2)
-                    arch.mbarrier_wait(self._barrier(base, self.ML_EMPTY), (turn + 1) % 2)
+                    maxima_here = base + self.off_max + 8 * (m1 % 4)
+                    # Rare: move the maxima. The room for this block's factors must be free first.
+                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, count % 2), (count // 2 + 1) % 2)
                     for j in cutlass.range_constexpr(tiles_n):
                         peak = []
                         for c in cutlass.range_constexpr(2):
@@ -204,37 +208,50 @@ class Score(Records, Query):
                             ptx.sts_v2f32(reduce_here + (m1 // 32 * heads + 8 * j) * 4, peak[0], peak[1])
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
                     for j in cutlass.range_constexpr(tiles_n):
-                        largest = ptx.lds_v2f32(maxima_here + 8 * j * 4)
-                        # How far each maximum moves: at least 0, except from the nothing before the first block.
+                        old = ptx.lds_v2f32(maxima_here + 8 * j * 4)
+                        # How far each maximum moves: at least 0, except from the nothing before the first key.
                         move = [Float32(0.0), Float32(0.0)]
-                        if n == 0:
-                            move = [Float32(LOWEST), Float32(LOWEST)]
+                        if keyless != 0:
+                            move = [Float32(NEG_INF), Float32(NEG_INF)]
                         for w in cutlass.range_constexpr(4):
                             got = ptx.lds_v2f32(reduce_here + (w * heads + 8 * j) * 4)
                             for c in cutlass.range_constexpr(2):
                                 move[c] = ptx.fmax(move[c], got[c])
                         decay = []
                         for c in cutlass.range_constexpr(2):
+                            if move[c] == NEG_INF:  # still no key: the maxima stay 0
+                                move[c] = Float32(0.0)
+                            elif cutlass.const_expr(j == 0 and c == 0):
+                                if m1 == 0:
+                                    ptx.sts_i32(base + self.off_flag + 12, Int32(1))
                             shrink = ptx.exp2(-move[c])
-                            known = largest[c]
-                            if n == 0:
+                            if keyless != 0:
                                 shrink = Float32(0.0)
-                                known = Float32(0.0)
                             decay.append(shrink)
                             total[j, c] = total[j, c] * shrink
-                            x_new[2 * j + c] = known + move[c]
+                            x_new[2 * j + c] = old[c] + move[c]
                             if cutlass.const_expr(self.scorers > 1):
-                                mine[j, c] = known + move[c]
+                                mine[j, c] = old[c] + move[c]
                             for i in cutlass.range_constexpr(2):
                                 x[4 * j + 2 * i + c] = x[4 * j + 2 * i + c] - move[c]
                         if m1 < 4:
-                            ptx.sts_v2f32(base + self.off_ml + (8 * j + 2 * (m1 % 4)) * 4, decay[0], decay[1])
+                            ptx.sts_v2f32(
+                                base + self.off_decay + (count % 2 * heads + 8 * j + 2 * (m1 % 4)) * 4, *decay
+                            )
                     # All have read the old maxima before the new ones replace them, and see them after.
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
                     if m1 < 4:
                         for j in cutlass.range_constexpr(tiles_n):
                             ptx.sts_v2f32(maxima_here + 8 * j * 4, x_new[2 * j], x_new[2 * j + 1])
+                    if cutlass.const_expr(self.scorers > 1):
+                        seen = count
+                        if m1 == 0:
+                            ptx.sts_i32(base + self.off_flag + 8, count)
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
+                if cutlass.const_expr(self.scorers > 1):
+                    arch.sync_warp()
+                    if lane == 0:
+                        arch.mbarrier_arrive(self._barrier(base, self.TURN))
                 for j in cutlass.range_constexpr(tiles_n):
                     for c in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(2):
@@ -242,50 +259,55 @@ class Score(Records, Query):
                             x[e] = ptx.exp2(x[e])
                             total[j, c] = total[j, c] + x[e] * grow[i]
                 self.mark(times, 3)
-                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY), (count + 1) % 2)
+                packed = []
+                for j in cutlass.range_constexpr((tiles_n + 1) // 2):
+                    for g in cutlass.range_constexpr(self.copies):
+                        for jj in cutlass.range_constexpr(min(2, tiles_n)):
+                            for i in cutlass.range_constexpr(2):
+                                e = 4 * (2 * j + jj) + 2 * i
+                                by = Float32(1.0) if self.copies == 1 else ratio[i][g]
+                                packed.append(ptx.pack_f16x2(x[e] * by, x[e + 1] * by))
+                buffer = count % 2
+                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), (count // 2 + 1) % 2)
                 self.mark(times, 4)
                 # P, transposed: row = head, 64 records contiguous.
                 m2 = ptx.opaque(tid)
+                if cutlass.const_expr(self.copies == 1):
+                    ptx.sts_halves(ratio_place + buffer * (GROUPS * BLOCK * 2), ratio[0], 4)
+                wide = 2 * min(2, tiles_n)
                 for j in cutlass.range_constexpr((tiles_n + 1) // 2):
-                    pairs = []
-                    for jj in cutlass.range_constexpr(min(2, tiles_n)):
-                        for i in cutlass.range_constexpr(2):
-                            e = 4 * (2 * j + jj) + 2 * i
-                            pairs.append(ptx.pack_f16x2(x[e], x[e + 1]))
                     row = (2 * j + (m2 // 16) % min(2, tiles_n)) * 8 + m2 % 8
                     piece = m2 // 32 * 2 + (m2 // 8) % 2
-                    target = base + self.off_p + row * 128 + ((piece ^ (row % 8)) * 16)
-                    if cutlass.const_expr(tiles_n > 1):
-                        ptx.stmatrix_x4_trans(target, *pairs)
-                    else:
-                        ptx.stmatrix_x2_trans(target, *pairs)
+                    target = (
+                        base + self.off_p + buffer * (self.copies * heads * 128) + row * 128 + (piece ^ (row % 8)) * 16
+                    )
+                    for g in cutlass.range_constexpr(self.copies):
+                        four = packed[(j * self.copies + g) * wide : (j * self.copies + g + 1) * wide]
+                        if cutlass.const_expr(tiles_n > 1):
+                            ptx.stmatrix_x4_trans(target + g * (heads * 128), *four)
+                        else:
+                            ptx.stmatrix_x2_trans(target + g * (heads * 128), *four)
                 if (warp == 0) & (lane == 0):
-                    ptx.sts_i32(base + self.off_flag, flag)
+                    ptx.sts_i32(base + self.off_flag + buffer * 4, flag)
                 arch.fence_view_async_shared()
                 arch.sync_warp()
                 if lane == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.STAGE_FULL))
-                    if cutlass.const_expr(self.scorers > 1):
-                        arch.mbarrier_arrive(self._barrier(base, self.TURN))
+                    arch.mbarrier_arrive(self._barrier(base, self.P_FULL, buffer))
                 self.mark(times, 5)
                 n = n + self.scorers
             before = before + blocks
             # Sums over all records, then maxima and sums to the value warpgroups.
-            if cutlass.const_expr(self.scorers > 1):  # from here on the last block's P has been written
+            if cutlass.const_expr(self.scorers > 1):  # from here on the last maxima are known
                 arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
-            arch.mbarrier_wait(self._barrier(base, self.P_EMPTY), (before + 1) % 2)
             arch.mbarrier_wait(self._barrier(base, self.ML_EMPTY), (turn + 1) % 2)
             m3 = ptx.opaque(tid)
             reduce_here = base + self.off_reduce + 8 * (m3 % 4)
-            maxima_here = base + self.off_ml + (heads + 2 * (m3 % 4)) * 4
+            maxima_here = base + self.off_max + 8 * (m3 % 4)
             for j in cutlass.range_constexpr(tiles_n):
                 if cutlass.const_expr(self.scorers > 1):
-                    largest = ptx.lds_v2f32(maxima_here + 8 * j * 4)
+                    reached = ptx.lds_v2f32(maxima_here + 8 * j * 4)
                     for c in cutlass.range_constexpr(2):
-                        known = largest[c]
-                        if blocks == 0:
-                            known = Float32(0.0)
-                        total[j, c] = total[j, c] * ptx.exp2(mine[j, c] - known)
+                        total[j, c] = total[j, c] * ptx.exp2(mine[j, c] - reached[c])
                 for c in cutlass.range_constexpr(2):
                     for s in cutlass.range_constexpr(3):
                         total[j, c] = total[j, c] + arch.shuffle_sync_bfly(total[j, c], 4 << s)
@@ -294,11 +316,12 @@ class Score(Records, Query):
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
             if (me == 0) & (m3 < 4):
                 highs = cute.make_rmem_tensor((2 * tiles_n,), Float32)
+                none = Int32(ptx.lds_i32(base + self.off_flag + 12) == 0)
                 for j in cutlass.range_constexpr(tiles_n):
                     final = ptx.lds_v2f32(maxima_here + 8 * j * 4)
                     for c in cutlass.range_constexpr(2):
                         highs[2 * j + c] = final[c]
-                        if blocks == 0:
+                        if none != 0:
                             highs[2 * j + c] = Float32(LOWEST)
                 arch.sync_warp(15)
                 for j in cutlass.range_constexpr(tiles_n):
@@ -309,11 +332,10 @@ class Score(Records, Query):
                             sums[c] = sums[c] + got[c]
                     for c in cutlass.range_constexpr(2):
                         ptx.sts_v2f32(base + self.off_ml + (8 * j + 2 * (m3 % 4) + c) * 8, highs[2 * j + c], sums[c])
-            # Nobody writes P before all have read what was summed there.
+            # Nobody reduces anew before all has been read.
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
-            if cutlass.const_expr(self.cluster == 1):
-                if lane == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.ML_FULL))
+            if lane == 0:
+                arch.mbarrier_arrive(self._barrier(base, self.ML_FULL))
             self.mark(times, 6)
             turn = turn + 1
             tile = tile + step
@@ -324,9 +346,32 @@ class Score(Records, Query):
             arch.cluster_arrive()
             arch.cluster_wait()
 
-    @cute.jit
-    def fold(self, x: cute.Tensor, part: cute.Tensor, scales: Int32, g: cutlass.Constexpr):
-        """S += scale of group g times the product over that group's columns."""
-        scale = [ptx.lds_f32(scales + g * 4), ptx.lds_f32(scales + 8 * self.record_bytes + g * 4)]
-        for e in cutlass.range_constexpr(self.heads // 2):
-            x[e] = x[e] + part[e] * scale[(e // 2) % 2]
+    def own_rows(self, lane: Any) -> Any:
+        """Offset in a granule of what this thread reads of its first record; the second is eight records on."""
+        return self.record_of(lane // 4) * self.record_bytes + lane % 4 * 16
+
+    def to_fragment(self, rows: list[Any], w: int, filled: Any) -> None:
+        """Of 64 columns of a thread's two records those of product w (0 to 3) as its fragment."""
+        for i in range(2):
+            pair = ptx.e4m3x4_to_f16x4(rows[i][w])
+            filled[4 * w + i] = pair[0]
+            filled[4 * w + i + 2] = pair[1]
+
+    def before_softmax(self, base: Any, maxima: Any, column0: int) -> tuple[list[Any], list[Any]]:
+        """Scale factors and running maxima of this thread's heads."""
+        places = [8 * j * 4 for j in range(self.heads // 8)]
+        factors = [ptx.lds_v2f32(base + self.off_q_factor + column0 * 4 + place) for place in places]
+        return factors, [ptx.lds_v2f32(maxima + place) for place in places]
+
+    def rotary_rows(self, rows: Any, words: cute.Tensor) -> None:
+        """The rotary columns of a thread's two records as fragments of four products."""
+        for i in range(2):
+            for h in range(2):
+                got = ptx.lds128(rows + i * (8 * self.record_bytes) + LATENT + 16 + 64 * h)
+                for w in range(4):
+                    words[4 * (2 * h + w // 2) + i + 2 * (w % 2)] = got[w]
+
+    def rescale(self, x: cute.Tensor, step: list[Any], g: int) -> None:
+        """S times what stands between group g and the next one."""
+        for e in range(self.heads // 2):
+            x[e] = x[e] * step[(e // 2) % 2][g]

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from sparsemla.kernels.hopper import ptx
-from sparsemla.kernels.hopper.layout import BLOCK, LATENT, LOWEST, NEG_INF, O_STRIDE
+from sparsemla.kernels.hopper.layout import BLOCK, GROUPS, LATENT, LOWEST, NEG_INF, O_STRIDE, RAISE
 from sparsemla.kernels.hopper.params import Params
 from sparsemla.kernels.hopper.query import Query
 from sparsemla.kernels.hopper.records import Records
@@ -22,40 +24,25 @@ class Value(Records, Query):
 
     @cute.jit
     def value(self, p: Params, base: Int32, tid: Int32, warp: Int32, rank: Int32, first: Int32, step: Int32):
-        """The output's columns, or half of them a warpgroup."""
-        group = warp // 4
-        in_group = tid % 128
+        """O^T = V^T P^T over the blocks of each tile: all columns of the output, or half of them a warpgroup."""
         heads = self.heads
-        tiles_n = heads // 8
-        kinds = warpgroup.SmemLayoutAtomKind
-        smem = warpgroup.OperandSource.SMEM
-        s_v = self._smem(
-            base + self.off_v + group * (self.columns * BLOCK * 2),
-            Float16,
-            kinds.MN_SW128,
-            (self.columns, BLOCK),
-            (1, 0),
-        )
-        s_p = self._smem(base + self.off_p, Float16, kinds.K_SW128, (heads, BLOCK), (0, 1))
-        if cutlass.const_expr(self.heads_on_m):
-            op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, 128, 16), smem, OperandMajorMode.K, OperandMajorMode.MN)
-        else:
-            op = warpgroup.MmaF16BF16Op(
-                Float16, Float32, (64, heads, 16), smem, OperandMajorMode.MN, OperandMajorMode.K
-            )
+        lane = tid % 32
+        quad = lane % 4
+        rmem = warpgroup.OperandSource.RMEM
+        major = OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, heads, 16), rmem, major, major)
         pv = cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
-        thread = pv.get_slice(in_group)
-        if cutlass.const_expr(self.heads_on_m):
-            a = thread.make_fragment_A(thread.partition_A(s_p))
-            b = thread.make_fragment_B(thread.partition_B(s_v))
-            out = thread.make_fragment_C(thread.partition_shape_C((heads, self.columns)))
-        else:
-            a = thread.make_fragment_A(thread.partition_A(s_v))
-            b = thread.make_fragment_B(thread.partition_B(s_p))
-            out = thread.make_fragment_C(thread.partition_shape_C((self.columns, heads)))
-        # This thread's heads: on M 16 quarter + lane // 4 + 8 i, on N 8 j + 2 (lane % 4) + c.
-        own = 2 if self.heads_on_m else 2 * tiles_n
-        factor = cute.make_rmem_tensor((own,), Float32)
+        thread = pv.get_slice(tid % 128)
+        pv.set(warpgroup.Field.ACCUMULATE, True)
+        # An accumulator 64 columns; fragments of V^T, some filled while others are multiplied.
+        outs = [thread.make_fragment_C(thread.partition_shape_C((64, heads))) for _ in range(2 * self.parts)]
+        kept = self.batch * self.batches
+        fragments = [thread.make_fragment_A(thread.partition_shape_A((64, 16))) for _ in range(kept)]
+        words = [cute.recast_tensor(a, Uint32) for a in fragments]
+        group0 = warp // 4 * self.parts
+        mine = base + self.off_ring + group0 * 128 + self.column_of(warp % 4, lane) + quad * self.record_bytes
+        ratios = base + self.off_ratio + (group0 * 4 + quad) * (BLOCK // 4 * 2)
+        factor = cute.make_rmem_tensor((heads // 4,), Float32)
         count = Int32(0)
         turn = Int32(0)
         times = cute.make_rmem_tensor((9,), Int32)
@@ -65,57 +52,104 @@ class Value(Records, Query):
         tile = first
         while tile < p.tiles:
             # The accumulators leave few registers: what is needed after the blocks is computed again then, from
-            # values the compiler
-            # takes for new.
+            # values the compiler takes for new.
             before = ptx.opaque(tile) // p.head_tiles
             length, extra, _ = self.lengths(p, before)
             left = self.my_blocks(length, extra, rank)
             if cutlass.const_expr(self.cluster > 1):  # one tile a CTA: these warps have nothing else to do yet
                 head0 = (tile - before * p.head_tiles) * heads
-                self.load_query(p, base, before, head0, warp, tid % 32, 12)
+                self.load_query(p, base, before, head0, warp, tid % 32, self.loaders)
                 arch.fence_view_async_shared()
                 arch.sync_warp()
                 if tid % 32 == 0:
                     arch.mbarrier_arrive(self._barrier(base, self.Q_FULL))
-            had = left
-            out.fill(0.0)
+            for out in outs:
+                out.fill(0.0)
             self.mark(times, 0)
             while left > 0:
-                if cutlass.const_expr(self.valuers == 1):
-                    self.convert(base, warp, ptx.opaque(tid) % 32, count)
-                arch.mbarrier_wait(self._barrier(base, self.STAGE_FULL), count % 2)
-                count = count + 1
+                stage = count % self.depth
+                around = (count // self.depth) % 2
+                buffer = count % 2
+                place = mine + stage * self.granule_bytes
+                table = ratios + buffer * (GROUPS * BLOCK * 2)
+                p_operands = []
+                for c in cutlass.range_constexpr(min(self.copies, self.parts)):
+                    copy = buffer if self.copies == 1 else buffer * self.copies + group0 + c
+                    s_p = self._smem(
+                        base + self.off_p + copy * (heads * 128),
+                        Float16,
+                        warpgroup.SmemLayoutAtomKind.K_SW128,
+                        (heads, BLOCK),
+                        (0, 1),
+                    )
+                    p_operands.append(thread.make_fragment_B(thread.partition_B(s_p)))
+                arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, stage), around)
+                ahead = self.unit_columns(place, 0)
+                arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), (count // 2) % 2)
                 self.mark(times, 1)
-                if ptx.lds_i32(base + self.off_flag) != 0:
+                if ptx.lds_i32(base + self.off_flag + buffer * 4) != 0:
                     m4 = ptx.opaque(tid)
-                    for s in cutlass.range_constexpr(own):
-                        factor[s] = ptx.lds_f32(base + self.off_ml + self.own_head(s, (m4 // 32) % 4, m4 % 32) * 4)
-                    for e in cutlass.range_constexpr(cute.size(out)):
-                        out[e] = out[e] * factor[self.own_slot(e)]
-                warpgroup.fence()
-                pv.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(4):
-                    at = (None, None, k)
-                    cute.gemm(pv, out, a[at], b[at], out)
-                warpgroup.commit_group()
+                    for s in cutlass.range_constexpr(heads // 4):
+                        factor[s] = ptx.lds_f32(
+                            base + self.off_decay + (buffer * heads + self.own_head(s, m4 % 32)) * 4
+                        )
+                    for t in cutlass.range_constexpr(2 * self.parts):
+                        for e in cutlass.range_constexpr(heads // 2):
+                            outs[t][e] = outs[t][e] * factor[self.own_slot(e)]
+                per_granule = self.parts // self.unit
+                for u in cutlass.range_constexpr(4 * per_granule):
+                    granule = u // per_granule
+                    part0 = u % per_granule * self.unit
+                    scale: list[Any] = []
+                    if cutlass.const_expr(self.copies == 1):
+                        for i in cutlass.range_constexpr(self.unit):
+                            scale.append(ptx.lds_v2u32(table + (part0 + i) * (BLOCK * 2) + granule * 8))
+                    for f in cutlass.range_constexpr(2 * self.unit):
+                        number = u * 2 * self.unit + f
+                        if cutlass.const_expr(number % self.batch == 0 and number >= kept):
+                            warpgroup.wait_group(self.batches - 1)  # this batch of fragments is free again
+                        self.transpose(ahead[f // 2], scale[f // 2 :], f % 2, words[number % kept])
+                        if cutlass.const_expr(f + 1 == 2 * self.unit):
+                            if cutlass.const_expr((u + 1) % per_granule == 0):  # all of the granule is in registers
+                                arch.sync_warp()
+                                if ptx.opaque(tid) % 32 == 0:
+                                    done = granule * self.depth + stage
+                                    arch.mbarrier_arrive(self._barrier(base, self.RAW_EMPTY, done))
+                                if cutlass.const_expr(granule < 3):
+                                    next_slot = (granule + 1) * self.depth + stage
+                                    arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, next_slot), around)
+                            if cutlass.const_expr(u + 1 < 4 * per_granule):
+                                ahead = self.unit_columns(place, u + 1)
+                        if cutlass.const_expr((number + 1) % self.batch == 0):
+                            warpgroup.fence()
+                            for i in cutlass.range_constexpr(self.batch):
+                                t = 2 * part0 + f + 1 - self.batch + i
+                                b = p_operands[t // 2 % len(p_operands)]
+                                a = fragments[(number + 1 - self.batch + i) % kept]
+                                cute.gemm(pv, outs[t], a[None, None, 0], b[None, None, granule], outs[t])
+                            warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 left = left - 1
                 arch.sync_warp()
                 if ptx.opaque(tid) % 32 == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.P_EMPTY))
-                    if left > 0:  # after the last block the output goes where the values were
-                        arch.mbarrier_arrive(self._barrier(base, self.V_EMPTY))
+                    arch.mbarrier_arrive(self._barrier(base, self.P_EMPTY, buffer))
+                count = count + 1
                 self.mark(times, 2)
             token = ptx.opaque(tile) // p.head_tiles
             head0 = (tile - token * p.head_tiles) * heads
             m5 = ptx.opaque(tid)
+            arch.mbarrier_wait(self._barrier(base, self.ML_FULL), turn % 2)
             if cutlass.const_expr(self.cluster > 1):
-                # The other half may still be multiplying with what lies under the partial output.
+                # The partial output goes over query and ring: all are done with them.
                 arch.barrier(barrier_id=3, number_of_threads=128 * self.valuers)
-                for e in cutlass.range_constexpr(cute.size(out)):
-                    head = self.own_head(self.own_slot(e), (m5 // 32) % 4, m5 % 32)
-                    column = self.own_column(e, m5 // 128, (m5 // 32) % 4, m5 % 32)
-                    ptx.sts_f32(base + self.off_partial + (head * O_STRIDE + column) * 4, out[e])
+                for part in cutlass.range_constexpr(self.parts):
+                    for s in cutlass.range_constexpr(heads // 4):
+                        head = self.own_head(s, m5 % 32)
+                        column = self.own_column(m5, part)
+                        ptx.sts_v4f32(
+                            base + self.off_partial + (head * O_STRIDE + column) * 4,
+                            *[outs[2 * part + x // 2][self.element(s, x)] for x in range(4)],
+                        )
                 self.mark(times, 3)
                 arch.cluster_arrive()
                 arch.cluster_wait()
@@ -125,38 +159,36 @@ class Value(Records, Query):
                 arch.cluster_arrive()
                 arch.cluster_wait()
             else:
-                arch.mbarrier_wait(self._barrier(base, self.ML_FULL), turn % 2)
-                self.finish(p, base, m5, m5 // 128, (m5 // 32) % 4, m5 % 32, token, head0, out, factor)
+                self.finish(p, base, m5, token, head0, outs)
                 arch.sync_warp()
                 if m5 % 32 == 0:
                     arch.mbarrier_arrive(self._barrier(base, self.ML_EMPTY))
-                    if had > 0:
-                        arch.mbarrier_arrive(self._barrier(base, self.V_EMPTY))
             self.mark(times, 6)
             turn = turn + 1
             tile = tile + step
         self.report(p, times, warp, tid % 32)
 
-    @cute.jit
-    def own_head(self, slot: cutlass.Constexpr, quarter: Int32, lane: Int32):
+    def unit_columns(self, place: Any, u: int) -> list[list[Any]]:
+        """What this thread needs of unit u of a block: a granule's records, `unit` groups of columns of them."""
+        per_granule = self.parts // self.unit
+        granule, part0 = u // per_granule, u % per_granule * self.unit
+        return [self.latent_columns(place, granule, part0 + i) for i in range(self.unit)]
+
+    def own_head(self, slot: int, lane: Any) -> Any:
         """Row of the query tile that slot `slot` of this thread's heads is."""
-        if cutlass.const_expr(self.heads_on_m):
-            return 16 * quarter + lane // 4 + 8 * slot
         return 8 * (slot // 2) + 2 * (lane % 4) + slot % 2
 
     def own_slot(self, e: int) -> int:
-        """Which of this thread's heads element e of the output fragment belongs to."""
-        if self.heads_on_m:
-            return (e // 2) % 2
-        return 2 * ((e // 4) % (self.heads // 8)) + e % 2
+        """Which of this thread's heads element e of an accumulator belongs to."""
+        return 2 * (e // 4) + e % 2
 
-    @cute.jit
-    def own_column(self, e: cutlass.Constexpr, group: Int32, quarter: Int32, lane: Int32):
-        """Output column of element e of the output fragment."""
-        if cutlass.const_expr(self.heads_on_m):
-            return self.columns * group + 8 * (e // 4) + 2 * (lane % 4) + e % 2
-        tile = e // (self.heads // 2)
-        return self.columns * group + 64 * tile + 16 * quarter + lane // 4 + 8 * ((e // 2) % 2)
+    def own_column(self, tid: Any, part: int) -> Any:
+        """First of this thread's four neighbouring output columns of a group."""
+        return 128 * (tid // 128 * self.parts + part) + self.column_of(tid // 32 % 4, tid % 32)
+
+    def element(self, slot: int, x: int) -> int:
+        """Element of an accumulator: head slot `slot`, column x (0 to 3; two an accumulator) of this thread's."""
+        return 4 * (slot // 2) + 2 * (x % 2) + slot % 2
 
     @cute.jit
     def normaliser(self, p: Params, largest: Float32, total: Float32, head: Int32):
@@ -167,7 +199,7 @@ class Value(Records, Query):
             divisor = total + ptx.exp2(sink * 1.4426950408889634 - largest)
         inverse = Float32(0.0)
         if total > 0.0:
-            inverse = 1.0 / divisor
+            inverse = (1.0 if self.copies == 1 else 1.0 / RAISE) / divisor
         if total != total:
             inverse = total
         return inverse
@@ -181,71 +213,25 @@ class Value(Records, Query):
         ptx.stg_f32(p.lse + Int64(token) * p.lse_token + Int64(head) * p.lse_head, natural)
 
     @cute.jit
-    def finish(
-        self,
-        p: Params,
-        base: Int32,
-        tid: Int32,
-        group: Int32,
-        quarter: Int32,
-        lane: Int32,
-        token: Int32,
-        head0: Int32,
-        out: cute.Tensor,
-        factor: cute.Tensor,
-    ):
-        """Normalises and writes the output from registers: a token that was not cut."""
-        own = 2 if self.heads_on_m else self.heads // 4
-        for s in cutlass.range_constexpr(own):
-            row = self.own_head(s, quarter, lane)
+    def finish(self, p: Params, base: Int32, tid: Int32, token: Int32, head0: Int32, outs: list[Any]):
+        """Normalises and writes the output from registers, eight bytes a head and group: a token that was not cut."""
+        for s in cutlass.range_constexpr(self.heads // 4):
+            row = self.own_head(s, tid % 32)
             ml = ptx.lds_v2f32(base + self.off_ml + row * 8)
-            factor[s] = self.normaliser(p, ml[0], ml[1], head0 + row)
+            inverse = self.normaliser(p, ml[0], ml[1], head0 + row)
+            if head0 + row < p.heads:
+                address = p.out + Int64(token) * p.out_token + Int64(head0 + row) * p.out_head
+                for part in cutlass.range_constexpr(self.parts):
+                    four = [outs[2 * part + x // 2][self.element(s, x)] * inverse for x in range(4)]
+                    ptx.stg64(
+                        address + Int64(self.own_column(tid, part)) * 2,
+                        ptx.pack_bf16x2(four[0], four[1]),
+                        ptx.pack_bf16x2(four[2], four[3]),
+                    )
         if tid < self.heads:
             ml = ptx.lds_v2f32(base + self.off_ml + tid * 8)
             if head0 + tid < p.heads:
                 self.write_lse(p, token, head0 + tid, ml[0], ml[1])
-        # Through shared memory, over this half's own values, so that whole rows of 512 bytes are written.
-        rows = base + self.off_v + group * (self.columns * BLOCK * 2)
-        for t in cutlass.range_constexpr(cute.size(out) // 8 if self.heads > 8 else cute.size(out) // 4):
-            words = []
-            if cutlass.const_expr(self.heads_on_m):
-                # Matrices: 8 heads x 8 columns; rows 8 i, columns 16 t + 8 (0 or 1).
-                for jj in cutlass.range_constexpr(2):
-                    for i in cutlass.range_constexpr(2):
-                        e = 8 * t + 4 * jj + 2 * i
-                        words.append(ptx.pack_bf16x2(out[e] * factor[i], out[e + 1] * factor[i]))
-                row = 16 * quarter + 8 * ((lane // 8) % 2) + lane % 8
-                piece = 2 * t + lane // 16
-                ptx.stmatrix_x4(
-                    rows + row * (self.columns * 2) + ((piece ^ (row % 8)) * 16), words[0], words[1], words[2], words[3]
-                )
-            else:
-                # Matrices: 8 columns x 8 heads, transposed; columns 8 i, heads 8 (0 or 1) of the pair of head tiles.
-                wide = min(2, self.heads // 8)
-                tile = (4 * wide * t) // (self.heads // 2)
-                j0 = (wide * t) % (self.heads // 8)
-                for jj in cutlass.range_constexpr(wide):
-                    for i in cutlass.range_constexpr(2):
-                        e = tile * (self.heads // 2) + 4 * (j0 + jj) + 2 * i
-                        f = 2 * (j0 + jj)
-                        words.append(ptx.pack_bf16x2(out[e] * factor[f], out[e + 1] * factor[f + 1]))
-                row = 8 * (j0 + (lane // 16) % wide) + lane % 8
-                piece = 8 * tile + 2 * quarter + (lane // 8) % 2
-                target = rows + row * (self.columns * 2) + ((piece ^ (row % 8)) * 16)
-                if cutlass.const_expr(wide == 2):
-                    ptx.stmatrix_x4_trans(target, words[0], words[1], words[2], words[3])
-                else:
-                    ptx.stmatrix_x2_trans(target, words[0], words[1])
-        arch.barrier(barrier_id=4 + group, number_of_threads=128)
-        pieces = self.columns // 8
-        for r in cutlass.range_constexpr(self.heads * pieces // 128):
-            item = 128 * r + tid % 128
-            row = item // pieces
-            piece = item % pieces
-            head = head0 + row
-            line = ptx.lds128(rows + row * (self.columns * 2) + ((piece ^ (row % 8)) * 16))
-            address = p.out + Int64(token) * p.out_token + Int64(head) * p.out_head
-            ptx.stg128(address + Int64(self.columns * group + 8 * piece) * 2, line, Int32(head < p.heads))
 
     @cute.jit
     def combine(self, p: Params, base: Int32, tid: Int32, rank: Int32, token: Int32, head0: Int32):
