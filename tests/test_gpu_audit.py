@@ -57,3 +57,7 @@ def test_the_page_quotes_the_recorded_run() -> None:
     for figure in (peer["dead_bytes"], *(entry["dead"] for entry in peer["dead"])):
         assert f"{figure:,}" in page
     assert f"{peer['accumulator_mib']:.0f} MiB" in page and report["command"] in page
+    mixed, separate = report["mixed"], report["separate"]
+    assert mixed["path"] == "mixed_fp8" and mixed["prefill_kv_dead"] == mixed["prefill_kv_bytes"] == 1_811_939_328
+    assert separate["path"] == "separate" and separate["prefill_kv_dead"] == separate["dead_bytes"] == 0
+    assert f"{mixed['prefill_kv_dead']:,}" in page and mixed["same_result"] and separate["same_result"]
