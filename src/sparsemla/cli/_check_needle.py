@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsemla.cache import PagedKVCache
+from sparsemla.formats import quantise_e4m3
 from sparsemla.reference import reference_attention
 from sparsemla.serving.backend import SparseMLABackend
 from sparsemla.serving.config import ModelGeometry, Parallelism, ServingConfig, ServingLimits
@@ -345,8 +346,8 @@ def _best(tiles: list[torch.Tensor], topk: int) -> torch.Tensor:
 
 def _as_stored(keys: torch.Tensor) -> torch.Tensor:
     """Indexer keys as a cache of e4m3 values with one float32 scale a key gives them back."""
-    scale = keys.abs().amax(1, keepdim=True) / 448
-    return (keys / scale).to(torch.float8_e4m3fn).float() * scale
+    values, scales = quantise_e4m3(keys, keys.shape[1])
+    return values.float() * scales
 
 
 def _index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
