@@ -124,8 +124,9 @@ def _draw_workspace(axis: Any, plans: Sequence[Plan]) -> None:
             if not item.ever_read:
                 label += "\nnever read"
             start = _segment(axis, row, start, item.nbytes, scale, colour, label, not item.ever_read)
-        if not plan.reservations:
-            axis.text(scale * 0.005, row, "0 bytes", va="center", fontsize=9, color="#2e7d32")
+        if start < scale * 0.1:  # nothing, or pieces too narrow for their names
+            taken = human_bytes(sum(item.nbytes for item in plan.reservations)) if plan.reservations else "0 bytes"
+            axis.text(start + scale * 0.005, row, taken, va="center", fontsize=9, color="#2e7d32")
         if len(plan.workspace.users) > 1:
             others = True
             need = max(nbytes for _, nbytes in plan.workspace.users[1:]) / _GIB
