@@ -54,7 +54,7 @@ def test_it_tunes_every_format_and_says_where(
     from sparsemla.kernels.triton import shapes, tune
 
     given: list[dict[str, Any]] = []
-    shape = shapes.Shape(32, 128, 8, 0, 1, stages=3)
+    shape = shapes.Shape(32, 128, 8, 0, 1)
 
     def stand_in(*, progress: Callable[[tune.Trial], None], **arguments: Any) -> dict[int, list[tune.Trial]]:
         given.append(arguments)

@@ -223,27 +223,11 @@ def test_the_kernel_s_own_plan_as_a_plan(runner: Runner) -> None:
     check_call(call, runner, schedule=plan)
 
 
-@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
-def test_records_that_wait_in_shared_memory(
-    fmt: KVFormat, d_qk: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shapes with stages: several tiles are on their way, fewer where a row ends early."""
-    from sparsemla.kernels.triton import launch
-
-    setting = launch.setting_of(runner.device, fmt, 20)
-    shape = launch.Shape(heads=16, keys=16, warps=4, registers=0, per_sm=1, stages=3)
-    made = launch.Setting(setting.arch, shape, setting.slots)
-    monkeypatch.setattr(launch, "setting_of", lambda *_: made)
-    sizes = {"rows": 3, "heads": 17, "topk": 60, "num_pages": 4, "extra_topk": 20}
-    call = random_call(fmt=fmt, d_qk=d_qk, **sizes, masked=0.3, lengths=True, sink=True)
-    check_call(call, runner)
-
-
 def test_tuning_writes_the_fastest_shape(runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole of it, over two shapes and a small call; the entry is what the kernel takes from then on."""
     from sparsemla.kernels.triton import launch, shapes, tune
 
-    one, two = (shapes.Shape(16, keys, 4, 0, 1, stages=stages) for keys, stages in ((16, 1), (32, 2)))
+    one, two = (shapes.Shape(16, keys, 4, 0, 1) for keys in (16, 32))
     table = tmp_path / "shapes.json"
     monkeypatch.setenv(shapes.ENVIRONMENT, str(table))
     monkeypatch.setattr(tune, "candidates", lambda arch, heads: [one, two])

@@ -71,10 +71,10 @@ def _time(trial: Trial) -> str:
 
 
 def _table(title: str, trials: Sequence[Trial]) -> Table:
-    table = Table("µs", "heads", "keys", "warps", "registers", "an SM", "stages", title=title, title_justify="left")
+    table = Table("µs", "heads", "keys", "warps", "registers", "an SM", title=title, title_justify="left")
     for trial in trials:
         if trial.microseconds is not None:
             shape = trial.shape
-            numbers = (shape.heads, shape.keys, shape.warps, shape.registers or "any", shape.per_sm, shape.stages)
+            numbers = (shape.heads, shape.keys, shape.warps, shape.registers or "any", shape.per_sm)
             table.add_row(f"{trial.microseconds:,.1f}", *map(str, numbers))
     return table

@@ -66,7 +66,7 @@ def walk(
     SCALE_BYTES: tl.constexpr,
     # the variant
     POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    CONVERT: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Adds columns begin to end of one set of keys to the running softmax and output."""
     half: tl.constexpr = KIND != BF16
@@ -78,32 +78,24 @@ def walk(
     if ROPE > 0:
         query4 = load_query(rope, rope_head, heads, wanted, power, 0, ROPE, False)
 
-    # What is on its way while a tile is computed: with STAGES 1 the records of the next tile, in registers, and the
-    # indices of the one after; otherwise the records of the next STAGES - 1 tiles, in shared memory, where Triton's own
-    # pipelining puts them.
+    # On its way while a tile is computed: the records of the next tile, in registers, and the indices of the one after.
     columns = begin + tl.arange(0, KEYS)
     record_at, scale_at, valid = locate(
         index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
         POSITIONS, SHARDED, RECORD, SCALE_BYTES,
     )  # fmt: skip
-    if STAGES == 1:
-        codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
-            pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
-        )
-        bias = bias_of(valid)
-        columns += KEYS
-        record_at, scale_at, valid = locate(
-            index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
-            table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
-            POSITIONS, SHARDED, RECORD, SCALE_BYTES,
-        )  # fmt: skip
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        if STAGES > 1:
-            codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
-                pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
-            )
-            bias = bias_of(valid)
+    codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
+        pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
+    )
+    bias = bias_of(valid)
+    columns += KEYS
+    record_at, scale_at, valid = locate(
+        index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+        table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+        POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+    )  # fmt: skip
+    for start in tl.range(begin, end, KEYS, num_stages=1):
         key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
             codes0, codes1, codes2, codes3, raw0, raw1, raw2, raw3, KIND, CONVERT
         )
@@ -125,12 +117,11 @@ def walk(
 
         present = rotary
         present_bias = bias
-        if STAGES == 1:
-            codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
-                pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
-            )
-            bias = bias_of(valid)
-        columns = start + (2 if STAGES == 1 else 1) * KEYS + tl.arange(0, KEYS)
+        codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
+            pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
+        )
+        bias = bias_of(valid)
+        columns = start + 2 * KEYS + tl.arange(0, KEYS)
         record_at, scale_at, valid = locate(
             index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
             table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
@@ -187,8 +178,7 @@ def attend(
     EXTRA_KIND: tl.constexpr, EXTRA_RECORD: tl.constexpr, EXTRA_ROPE_AT: tl.constexpr, EXTRA_SCALE_AT: tl.constexpr,
     EXTRA_SCALE_BYTES: tl.constexpr,
     WORK: tl.constexpr, POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, CONVERT: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """See launch.py for the arguments. Strides are in elements, those of pools in bytes."""
     program = tl.program_id(0)
@@ -258,7 +248,7 @@ def attend(
         indices + row64 * indices_row, begin, end,
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
         KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES,
-        POSITIONS, SHARDED, SCALED, HEADS, KEYS, CONVERT, STAGES, INTERPRETED,
+        POSITIONS, SHARDED, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
     )  # fmt: skip
     if extra_indices is not None:
         extra_begin = 0
@@ -274,7 +264,7 @@ def attend(
             extra_indices + row64 * extra_indices_row, extra_begin, extra_end,
             table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
             EXTRA_KIND, ROPE, EXTRA_RECORD, EXTRA_ROPE_AT, EXTRA_SCALE_AT, EXTRA_SCALE_BYTES,
-            False, False, SCALED, HEADS, KEYS, CONVERT, STAGES, INTERPRETED,
+            False, False, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
         )  # fmt: skip
 
     total = tl.sum(sums, 1)

@@ -206,7 +206,6 @@ def variant(call: AttentionCall, setting: Setting) -> dict[str, Any]:
         "HEADS": setting.shape.heads,
         "KEYS": setting.shape.keys,
         "CONVERT": int(_keys.PLAIN.value) if INTERPRETED else conversion(setting.arch),
-        "STAGES": setting.shape.stages,
         "INTERPRETED": INTERPRETED,
     }
 

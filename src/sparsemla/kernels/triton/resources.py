@@ -104,8 +104,6 @@ class Variant:
             return f"{self.arch} combine {fmt.value}-{width}"
         shape = self.shape
         sizes = f"{shape.heads}x{shape.keys} {shape.warps}w r{shape.registers}"
-        if shape.stages > 1:
-            sizes += f" s{shape.stages}"
         return f"{self.arch} {fmt.value}-{width} {sizes} {'full' if self.full else 'plain'}"
 
 
@@ -179,7 +177,6 @@ def compile_variant(variant: Variant) -> Any:
             "HEADS": variant.shape.heads,
             "KEYS": variant.shape.keys,
             "CONVERT": conversion(arch),
-            "STAGES": variant.shape.stages,
         }
         if not variant.full:
             absent |= {"accumulators", "sink", "lengths", "block_table", "request_ids"}

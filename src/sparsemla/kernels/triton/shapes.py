@@ -51,7 +51,6 @@ class Shape:
         warps: warps of a program (wavefronts on AMD).
         registers: registers a thread may take; 0: the compiler's choice.
         per_sm: programs an SM holds at once.
-        stages: 1: the next tile's records wait in registers; more: those of stages - 1 tiles in shared memory.
     """
 
     heads: int
@@ -59,15 +58,12 @@ class Shape:
     warps: int
     registers: int
     per_sm: int
-    stages: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("heads", 16), ("keys", 16), ("warps", 1)):
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name}: got {value}, accepted is a power of two of at least {least}")
-        if not 1 <= self.stages <= 8:
-            raise ValueError(f"stages: got {self.stages}, accepted are 1 to 8")
         if not (self.registers == 0 or 32 <= self.registers <= REGISTERS_PER_THREAD) or self.per_sm < 1:
             raise ValueError(
                 f"registers, per_sm: got {self.registers} and {self.per_sm}, accepted are 0 or 32 to "

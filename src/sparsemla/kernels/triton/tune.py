@@ -58,8 +58,6 @@ def candidates(arch: str, heads: int) -> list[Shape]:
                     continue
                 registers = 0 if room > REGISTERS_PER_THREAD else room
                 found.append(Shape(tile, keys, warps, registers, per_sm))
-                if registers == 0:
-                    found.append(Shape(tile, keys, warps, registers, per_sm, stages=3))
     return found
 
 
