@@ -32,7 +32,6 @@ from sparsemla.bench import report, runner
 from sparsemla.bench.shapes import Bank, Batch, Case, Problem, parse_count
 from sparsemla.bench.timing import Effort, Timing, alternate, one_line, transient_bytes
 from sparsemla.formats import KVFormat, record_layout
-from sparsemla.kernels.call import AttentionCall
 from sparsemla.kernels.triton.launch import run, setting_of
 from sparsemla.kernels.triton.shapes import Shape
 from sparsemla.schedule import SplitSchedule
@@ -66,27 +65,6 @@ class Job:
     split: bool
 
 
-def call_of(problem: Problem, fmt: KVFormat, schedule: SplitSchedule | None = None) -> AttentionCall:
-    """The checked call of a problem."""
-    layout = problem.caches[fmt].layout
-    return AttentionCall(
-        q_nope=problem.q[..., : layout.d_nope] if layout.d_rope else problem.q,
-        q_rope=problem.q[..., layout.d_nope :] if layout.d_rope else None,
-        cache=problem.caches[fmt],
-        indices=problem.indices,
-        softmax_scale=problem.softmax_scale,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=schedule,
-        out=problem.out,
-        lse=problem.lse,
-    )
-
-
 # --------------------------------------------------------------------------------------------- compiling
 
 
@@ -112,7 +90,7 @@ def compile_one(job: Job) -> str:
         case = Case(job.heads, Batch(tokens, 1), 4096, d_qk=record_layout(job.fmt).d_qk)
         problem = Bank(device, [case]).problem(case, [job.fmt])
         plan = None if job.split else SplitSchedule.unsplit(tokens, heads=job.heads)
-        run(call_of(problem, job.fmt, plan), shape=job.shape)
+        run(runner.call_of(problem, job.fmt, plan), shape=job.shape)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job.fmt.value}, {job.heads} heads, {job.shape}: {one_line(error)}"
@@ -156,7 +134,7 @@ def row_of(problem: Problem, fmt: KVFormat, found: list[peers_module.Peer], devi
     case = problem.case
     row: dict[str, Any] = {"format": fmt.value, "heads": case.heads, "batch": case.rows.batch, "s_q": case.rows.s_q}
     row |= {"pool": case.pool, "shape": str(setting_of(device, fmt, case.heads).shape)}
-    call = call_of(problem, fmt)
+    call = runner.call_of(problem, fmt)
     problem.out.fill_(torch.nan)
     problem.lse.fill_(torch.nan)
     try:
@@ -198,7 +176,7 @@ def trial_of(
         "tokens": problem.case.tokens,
         "shape": str(shape),
     }
-    call = call_of(problem, fmt, SplitSchedule.unsplit(problem.case.tokens, heads=problem.case.heads))
+    call = runner.call_of(problem, fmt, SplitSchedule.unsplit(problem.case.tokens, heads=problem.case.heads))
     problem.out.fill_(torch.nan)
     try:
         run(call, shape=shape)

@@ -578,22 +578,7 @@ def test_memory_grows_neither_with_the_pool_nor_with_topk() -> None:
 def test_scratch_bytes_of_the_kernels() -> None:
     call = random_call(rows=4, heads=16, topk=640)
     plan = SplitSchedule.plan(requests=4, heads=16, topk=640)
-    made = AttentionCall(
-        q_nope=call.q[..., :512],
-        q_rope=call.q[..., 512:],
-        cache=call.cache,
-        indices=call.indices,
-        softmax_scale=1.0,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=plan,
-        out=torch.empty((4, 16, 512), dtype=torch.bfloat16),
-        lse=torch.empty((4, 16)),
-    )
+    made = AttentionCall.plain(call.q, call.cache, call.indices, schedule=plan)
     blockwise = registry.kernel("cpu")
     assert blockwise.scratch_bytes(made) == plan.accumulator_bytes > 0
     assert blockwise.scratch_bytes(dataclasses.replace(made, schedule=None)) == 0

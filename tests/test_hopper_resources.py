@@ -134,22 +134,7 @@ def test_a_device_without_large_clusters_gets_smaller_ones(
     limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = random_call(rows=1, heads=8, topk=2048)
-    checked = AttentionCall(
-        q_nope=call.q[..., :512],
-        q_rope=call.q[..., 512:],
-        cache=call.cache,
-        indices=call.indices,
-        softmax_scale=0.05,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=None,
-        out=torch.empty((1, 8, 512), dtype=torch.bfloat16),
-        lse=torch.empty((1, 8)),
-    )
+    checked = AttentionCall.plain(call.q, call.cache, call.indices)
     launched: list[tuple[build.Variant, int]] = []
     monkeypatch.setattr(hopper, "load", lambda variant, index: _Loaded(variant, limit, launched))
     monkeypatch.setattr(hopper, "_sms", lambda index: 132)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sparsemla.cli.app import main
+from pages import prints_what_is_shown
 
 PAGE = Path(__file__).parent.parent / "docs" / "serving.md"
 
@@ -24,15 +23,7 @@ def blocks(language: str) -> list[str]:
 def test_commands_print_what_the_page_shows(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line shown is printed, in this order; "..." stands for lines left out."""
-    monkeypatch.setenv("COLUMNS", "80")
-    command, *shown = block.splitlines()
-    main(shlex.split(command.removeprefix("$ sparsemla ")))
-    captured = capsys.readouterr()
-    printed = iter([line.rstrip() for line in (captured.out + captured.err).splitlines()])
-    for line in shown:
-        if line != "...":
-            assert line.rstrip() in printed, line
+    prints_what_is_shown(block, capsys, monkeypatch)
 
 
 def test_the_example_runs() -> None:

@@ -238,22 +238,7 @@ def test_candidates_fit_the_register_file(arch: str) -> None:
 
 def _call(device: str = "cpu") -> AttentionCall:
     call = random_call(rows=2, heads=4, topk=70)
-    return AttentionCall(
-        q_nope=call.q[..., :512],
-        q_rope=call.q[..., 512:],
-        cache=call.cache,
-        indices=call.indices,
-        softmax_scale=1.0,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=None,
-        out=torch.empty((2, 4, 512), dtype=torch.bfloat16),
-        lse=torch.empty((2, 4)),
-    )
+    return AttentionCall.plain(call.q, call.cache, call.indices)
 
 
 def test_who_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:

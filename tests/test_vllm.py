@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from sparsemla.cli.app import main
+from pages import prints_what_is_shown
 from sparsemla.integrations.vllm.plugin import NAME
 from sparsemla.integrations.vllm.versions import TESTED, UnsupportedVllmError, release_of
 
@@ -134,15 +133,7 @@ def test_three_deployments_are_shown() -> None:
 def test_commands_print_what_the_page_shows(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line shown is printed, in this order; "..." stands for lines left out."""
-    monkeypatch.setenv("COLUMNS", "80")
-    command, *shown = block.splitlines()
-    main(shlex.split(command.removeprefix("$ sparsemla ")))
-    captured = capsys.readouterr()
-    printed = iter([line.rstrip() for line in (captured.out + captured.err).splitlines()])
-    for line in shown:
-        if line != "...":
-            assert line.rstrip() in printed, line
+    prints_what_is_shown(block, capsys, monkeypatch)
 
 
 def test_the_page_names_releases_flags_and_the_refusal() -> None:

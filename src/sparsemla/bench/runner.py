@@ -24,6 +24,7 @@ from sparsemla.formats import KVFormat, record_layout
 from sparsemla.kernels import registry
 from sparsemla.kernels.call import AttentionCall
 from sparsemla.reference import reference_attention
+from sparsemla.schedule import SplitSchedule
 
 TOLERANCE = 6e-3
 """Relative error above which a result is wrong and gets no time. bf16 rounding alone is 2e-3; FlashMLA, which rounds
@@ -308,26 +309,17 @@ class _Oracle:
         return float((lse[self._rows].double() - self._answer(fmt)[1]).abs().max())
 
 
+def call_of(problem: Problem, fmt: KVFormat, schedule: SplitSchedule | None = None) -> AttentionCall:
+    """The checked call of a problem over its cache of one format."""
+    scale, out, lse = problem.softmax_scale, problem.out, problem.lse
+    return AttentionCall.plain(
+        problem.q, problem.caches[fmt], problem.indices, softmax_scale=scale, schedule=schedule, out=out, lse=lse
+    )
+
+
 def serving_kernel(problem: Problem, fmt: KVFormat) -> tuple[str, str]:
     """Which of our kernels serves the problem, and why those before it in the table do not."""
-    cache = problem.caches[fmt]
-    layout = cache.layout
-    call = AttentionCall(
-        q_nope=problem.q[..., : layout.d_nope] if layout.d_rope else problem.q,
-        q_rope=problem.q[..., layout.d_nope :] if layout.d_rope else None,
-        cache=cache,
-        indices=problem.indices,
-        softmax_scale=problem.softmax_scale,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=None,
-        out=problem.out,
-        lse=problem.lse,
-    )
+    call = call_of(problem, fmt)
     reasons: list[str] = []
     for kernel in registry.KERNELS:
         reason = kernel.why_not(call)

@@ -184,24 +184,8 @@ def _service(fmt: KVFormat, d_qk: int, device: torch.device) -> Service:
 
 def _call(fmt: KVFormat, d_qk: int, heads: int, device: torch.device) -> AttentionCall:
     cache = PagedKVCache.allocate(1, 64, fmt, device=device, d_qk=d_qk)
-    layout = cache.layout
-    q = torch.zeros((1, heads, layout.d_qk), dtype=torch.bfloat16, device=device)
-    return AttentionCall(
-        q_nope=q[..., : layout.d_nope],
-        q_rope=q[..., layout.d_nope :] if layout.d_rope else None,
-        cache=cache,
-        indices=torch.zeros((1, 64), dtype=torch.int32, device=device),
-        softmax_scale=1.0,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=None,
-        out=torch.empty((1, heads, layout.d_v), dtype=torch.bfloat16, device=device),
-        lse=torch.empty((1, heads), dtype=torch.float32, device=device),
-    )
+    q = torch.zeros((1, heads, cache.layout.d_qk), dtype=torch.bfloat16, device=device)
+    return AttentionCall.plain(q, cache, torch.zeros((1, 64), dtype=torch.int32, device=device))
 
 
 def shortfalls(

@@ -35,7 +35,7 @@ class ExtraKeys:
     """(T,) int32 or None: only the leftmost entries count. Values below 0 count as 0, above topk2 as topk2."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionCall:
     """One attention call, checked.
 
@@ -53,24 +53,59 @@ class AttentionCall:
     """(T, topk) int32, last dimension contiguous, row stride free. Slots, or positions when `block_table` is given."""
     softmax_scale: float
     """Finite. Multiplies q·k before the softmax."""
-    topk_lengths: torch.Tensor | None
+    topk_lengths: torch.Tensor | None = None
     """(T,) int32 contiguous or None: only the leftmost entries count; clamped to [0, topk]."""
-    block_table: torch.Tensor | None
+    block_table: torch.Tensor | None = None
     """(R, P) int32, last dimension contiguous, row stride free: page of (request, position // block_size)."""
-    request_ids: torch.Tensor | None
+    request_ids: torch.Tensor | None = None
     """(T,) int32 contiguous, given exactly when block_table is; outside [0, R): the row has no keys of the first
     set."""
-    context_shard: tuple[int, int, int] | None
+    context_shard: tuple[int, int, int] | None = None
     """(rank, world, interleave), only with block_table: position p is held by rank (p // interleave) % world."""
-    attn_sink: torch.Tensor | None
+    attn_sink: torch.Tensor | None = None
     """(H,) float32 contiguous: out *= exp(lse) / (exp(lse) + exp(sink)); lse is returned without it. ±inf allowed."""
-    extra: ExtraKeys | None
-    schedule: SplitSchedule | None
+    extra: ExtraKeys | None = None
+    schedule: SplitSchedule | None = None
     """None: the kernel plans for itself. Given without splits: do not split (batch invariant)."""
     out: torch.Tensor
     """(T, H, 512) bfloat16; last dimension contiguous, row and head strides free."""
     lse: torch.Tensor
     """(T, H) float32, natural logarithm, any strides; -inf for a row without keys."""
+
+    @classmethod
+    def plain(
+        cls,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        indices: torch.Tensor,
+        *,
+        softmax_scale: float = 1.0,
+        schedule: SplitSchedule | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> AttentionCall:
+        """A call without options, to ask the registry about or to time a kernel with; nothing is checked.
+
+        Args:
+            q: (T, H, d_qk) bfloat16, split here into its two parts.
+            cache, indices, softmax_scale, schedule, out, lse: as the attributes; new results where none are given.
+        """
+        layout = cache.layout
+        rows, heads, _ = q.shape
+        if out is None:
+            out = torch.empty((rows, heads, layout.d_v), dtype=torch.bfloat16, device=q.device)
+        if lse is None:
+            lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+        return cls(
+            q_nope=q[..., : layout.d_nope] if layout.d_rope else q,
+            q_rope=q[..., layout.d_nope :] if layout.d_rope else None,
+            cache=cache,
+            indices=indices,
+            softmax_scale=softmax_scale,
+            schedule=schedule,
+            out=out,
+            lse=lse,
+        )
 
     @property
     def num_rows(self) -> int:

@@ -241,13 +241,6 @@ class _Run:
             cache=self.cache,
             indices=self.indices[:rows],
             softmax_scale=1.0,
-            topk_lengths=None,
-            block_table=None,
-            request_ids=None,
-            context_shard=None,
-            attn_sink=None,
-            extra=None,
-            schedule=None,
             out=torch.empty((rows, heads, 512), dtype=torch.bfloat16, device=self.device),
             lse=torch.empty((rows, heads), dtype=torch.float32, device=self.device),
         )

@@ -46,7 +46,7 @@ def measure(variant: Variant) -> dict[str, int]:
     Returns:
         ``registers`` a thread at launch, ``stack`` bytes a thread, ``shared`` bytes a CTA, ``spills`` (instructions
         that touch the stack anywhere), ``matrix`` (warpgroup matrix instructions) and ``waits`` (places that wait for
-        them: the assembler, without a word, waits after each one when registers are short).
+        them: the assembler waits after each one when registers are short, and the compiler hides its note).
 
     Raises:
         RuntimeError: the binary tools are not there.

@@ -74,22 +74,8 @@ def sample_call(
         cache.write(slots, torch.randn((slots.shape[0], layout.d_qk), device=device, generator=generator))
     q = torch.randn((rows, heads, layout.d_qk), device=device, generator=generator).to(torch.bfloat16)
     indices = torch.randint(records, (rows, topk), device=device, dtype=torch.int32, generator=generator)
-    return AttentionCall(
-        q_nope=q[..., : layout.d_nope],
-        q_rope=q[..., layout.d_nope :] if layout.d_rope else None,
-        cache=cache,
-        indices=indices,
-        softmax_scale=layout.d_qk**-0.5,
-        topk_lengths=None,
-        block_table=None,
-        request_ids=None,
-        context_shard=None,
-        attn_sink=None,
-        extra=None,
-        schedule=SplitSchedule.unsplit(rows, heads=heads),
-        out=torch.empty((rows, heads, layout.d_v), dtype=torch.bfloat16, device=device),
-        lse=torch.empty((rows, heads), dtype=torch.float32, device=device),
-    )
+    schedule = SplitSchedule.unsplit(rows, heads=heads)
+    return AttentionCall.plain(q, cache, indices, softmax_scale=layout.d_qk**-0.5, schedule=schedule)
 
 
 def time_call(action: Callable[[], None], *, repeats: int = 5) -> float:
