@@ -646,8 +646,16 @@ def test_graph_replay_after_everything_changed_in_place(runner: Runner) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_but_the_outputs_is_allocated() -> None:
-    """Beyond out and lse no device memory is taken by a kernel whose scratch is 0 (whatever the registry picks)."""
+def test_nothing_but_the_outputs_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond out and lse no device memory is taken but the scratch that the kernel names, whatever the registry picks."""
+    select, named = registry.select, []
+
+    def remember(call: AttentionCall) -> registry.Kernel:
+        chosen = select(call)
+        named.append(chosen.scratch_bytes(call))
+        return chosen
+
+    monkeypatch.setattr(registry, "select", remember)
     call = to(random_call(rows=64, heads=16, topk=512, num_pages=16), torch.device("cuda"))
     outputs = poisoned_outputs(64, 16, torch.device("cuda"))
     sparse_mla_attention(*call.args, **call.kwargs, **outputs)
@@ -657,8 +665,8 @@ def test_nothing_but_the_outputs_is_allocated() -> None:
     sparse_mla_attention(*call.args, **call.kwargs, **outputs)
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated() - before
-    if registry.KERNELS[0].unavailable() is None and taken:
-        pytest.fail(f"{taken} bytes of device memory beyond the outputs")
+    rounding = 2 * 512 if named[-1] else 0  # two tensors of accumulators, each rounded up by the allocator
+    assert named[-1] <= taken <= named[-1] + rounding, f"{taken} bytes of device memory, {named[-1]} named"
 
 
 @pytest.mark.gpu

@@ -184,7 +184,10 @@ class Ranks:
         return other
 
     def close(self) -> None:
-        """Leaves the groups (and the world, if `connect` joined it)."""
+        """Leaves the groups (and the world, if `connect` joined it).
+
+        Drop the CUDA graphs that hold collectives of these ranks first: NCCL waits for them, for ever.
+        """
         groups, self._groups = self._distinct_groups(), {}
         if self._owns_world:
             if dist.is_initialized():
