@@ -647,7 +647,7 @@ def test_graph_replay_after_everything_changed_in_place(runner: Runner) -> None:
 
 @pytest.mark.gpu
 def test_nothing_but_the_outputs_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond out and lse no device memory is taken but the scratch that the kernel names, whatever the registry picks."""
+    """Beyond out and lse no device memory is taken but the scratch that the kernel names, whoever answers."""
     select, named = registry.select, []
 
     def remember(call: AttentionCall) -> registry.Kernel:
