@@ -21,7 +21,8 @@ from sparsemla.kernels.hopper.params import Arguments, magic
 if TYPE_CHECKING:
     from sparsemla.kernels.call import AttentionCall
 
-FORMATS = (KVFormat.FP8_DS_MLA, KVFormat.FP8_NOPE)
+KINDS = {KVFormat.FP8_DS_MLA: "sparse", KVFormat.FP8_NOPE: "sparse", KVFormat.BF16: "wide"}
+"""Kernel of a cache format."""
 BLOCK = 64
 TILE_HEADS = (8, 16, 32, 64)
 TRACE = 0
@@ -39,8 +40,8 @@ def why_not(call: AttentionCall) -> str | None:
     if _capability(index) != (9, 0):
         return f"needs compute capability 9.0, device {index} has {'.'.join(map(str, _capability(index)))}"
     layout = call.cache.layout
-    if layout.format not in FORMATS:
-        return f"serves {', '.join(f.value for f in FORMATS)}, the cache is {layout.format.value}"
+    if layout.format not in KINDS:
+        return f"serves {', '.join(f.value for f in KINDS)}, the cache is {layout.format.value}"
     if call.extra is not None and call.extra.cache.layout.format is not layout.format:
         return "serves an extra cache of the cache's own format only"
     for name, tensor in (("q_nope", call.q_nope), ("q_rope", call.q_rope)):
@@ -56,14 +57,16 @@ def scratch_bytes(call: AttentionCall) -> int:
     return 0
 
 
-# Microseconds on an H200, from the runs in docs/kernel-log.md: a tile's start and end, a block of 64 keys, and what
-# combining 16 CTAs adds.
+# Microseconds on an H200, from the runs in docs/kernel-log.md, by the heads of a tile: its start and end, a block of 64
+# keys, and what combining 16 CTAs adds.
 _FIXED = {8: 7.0, 16: 9.0, 32: 11.0, 64: 13.0}
-_BLOCK = {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5}
+_BLOCK = {"sparse": {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5}, "wide": {8: 1.6, 16: 1.8, 32: 2.0, 64: 3.8}}
 _COMBINE = {8: 0.5, 16: 1.5, 32: 3.0, 64: 3.0}
 
 
-def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) -> tuple[int, int]:
+def choose(
+    rows: int, heads: int, blocks: int, sms: int, *, kind: str = "sparse", split: bool = True
+) -> tuple[int, int]:
     """Heads a tile and CTAs a tile: the least estimated time.
 
     Few rows leave most of the GPU idle: then small tiles of heads that each read the records again are faster than
@@ -76,6 +79,7 @@ def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) 
         heads: query heads.
         blocks: key blocks of 64 a row.
         sms: multiprocessors of the device.
+        kind: of `KINDS`.
         split: whether a row's keys may be cut at all.
     """
     # Clusters that run at once: measured on 132 multiprocessors, where 16 CTAs need a whole partition of the chip.
@@ -84,7 +88,7 @@ def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) 
     def time(option: tuple[int, int]) -> tuple[float, int, int]:
         tile, cluster = option
         waves = -(-rows * -(-heads // tile) // active[cluster])
-        once = _FIXED[tile] + _BLOCK[tile] * -(-blocks // cluster) + (_COMBINE[tile] if cluster == 16 else 0.0)
+        once = _FIXED[tile] + _BLOCK[kind][tile] * -(-blocks // cluster) + (_COMBINE[tile] if cluster == 16 else 0.0)
         return waves * once, cluster, tile
 
     if not split:  # the same bits whatever else is in the batch: the tile depends on the heads alone
@@ -94,7 +98,7 @@ def choose(rows: int, heads: int, blocks: int, sms: int, *, split: bool = True) 
     )
 
 
-def prepare(heads: int, *, rope: bool = True, device: int | None = None) -> list[Variant]:
+def prepare(heads: int, *, kind: str = "sparse", rope: bool = True, device: int | None = None) -> list[Variant]:
     """Compiles (where they are not on disk) and loads every variant that calls with this many heads can need.
 
     An engine that captures CUDA graphs for many batch sizes calls it once at start: a variant that is first needed
@@ -103,18 +107,21 @@ def prepare(heads: int, *, rope: bool = True, device: int | None = None) -> list
 
     Args:
         heads: query heads of the calls, 1 to 128.
+        kind: of `KINDS`, for the cache's format.
         rope: whether the cache's records have rotary columns.
         device: CUDA device index, the current one by default.
 
     Raises:
-        ValueError: heads outside 1 to 128.
+        ValueError: heads outside 1 to 128, or no such kind.
         RuntimeError: the driver refused a kernel.
     """
     if not 1 <= heads <= 128:
         raise ValueError(f"heads: got {heads}, accepted are 1 to 128")
+    if kind not in _BLOCK:
+        raise ValueError(f"kind: got {kind!r}, accepted are {', '.join(map(repr, _BLOCK))}")
     index = torch.cuda.current_device() if device is None else device
     variants = [
-        Variant("sparse", tile, rope, cluster)
+        Variant(kind, tile, rope, cluster)
         for tile in TILE_HEADS
         if tile < 2 * heads or tile == TILE_HEADS[0]
         for cluster in CLUSTERS
@@ -135,16 +142,16 @@ def run(call: AttentionCall) -> None:
     if rows == 0:
         return
     index = call.device.index if call.device.index is not None else torch.cuda.current_device()
-    rope = call.q_rope is not None
+    kind, rope = KINDS[call.cache.layout.format], call.q_rope is not None
     blocks = -(-call.topk // BLOCK) + -(-call.extra_topk // BLOCK)
     split = call.schedule is None or not call.schedule.nothing_split
-    tile_heads, cluster = choose(rows, heads, blocks, _sms(index), split=split)
+    tile_heads, cluster = choose(rows, heads, blocks, _sms(index), kind=kind, split=split)
     head_tiles = -(-heads // tile_heads)
     tiles = rows * head_tiles
-    kernel = load(Variant("sparse", tile_heads, rope, cluster, bool(TRACE)), index)
+    kernel = load(Variant(kind, tile_heads, rope, cluster, bool(TRACE)), index)
     while kernel.active_clusters == 0 and cluster > 1:  # a device whose partitions are too small for so large a cluster
         cluster //= 2
-        kernel = load(Variant("sparse", tile_heads, rope, cluster, bool(TRACE)), index)
+        kernel = load(Variant(kind, tile_heads, rope, cluster, bool(TRACE)), index)
     clusters = min(tiles, kernel.active_clusters) if cluster == 1 else tiles
     kernel.launch(clusters, arguments(call, head_tiles, tiles), torch.cuda.current_stream(index).cuda_stream)
 

@@ -29,7 +29,7 @@ class Variant:
     """What makes one compiled kernel differ from another.
 
     Attributes:
-        kind: kernel family.
+        kind: "sparse" for quantised records, "wide" for records of bf16.
         heads: query heads a tile.
         rope: whether records carry rotary columns.
         cluster: CTAs that share a token.
@@ -93,11 +93,17 @@ def make_kernel(variant: Variant) -> Any:
     Raises:
         ValueError: no such kernel family.
     """
-    if variant.kind == "sparse":
+    if variant.kind in ("sparse", "wide"):
         from sparsemla.kernels.hopper.kernel import SparseKernel
 
-        return SparseKernel(heads=variant.heads, rope=variant.rope, cluster=variant.cluster, trace=variant.trace)
-    raise ValueError(f"variant.kind: got {variant.kind!r}, accepted is 'sparse'")
+        return SparseKernel(
+            heads=variant.heads,
+            rope=variant.rope,
+            cluster=variant.cluster,
+            wide=variant.kind == "wide",
+            trace=variant.trace,
+        )
+    raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are 'sparse' and 'wide'")
 
 
 def compile_variant(variant: Variant) -> Code:

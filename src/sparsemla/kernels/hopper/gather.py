@@ -95,7 +95,7 @@ class Gather(Records, Query):
             for r in cutlass.range_constexpr(self.bulk):
                 here = arch.shuffle_sync(mine, r)
                 with arch.elect_one():
-                    ptx.bulk_copy(place + r * self.record_bytes, here, self.record_bytes, counter)
+                    ptx.bulk_copy(place + r * self.record_stride, here, self.record_bytes, counter)
             self.copy(place, mine, Int32(1), lane, self.bulk)
         else:
             if lane == 0:
@@ -109,20 +109,22 @@ class Gather(Records, Query):
     @cute.jit
     def copy(self, place: Int32, source: Int64, present: Int32, lane: Int32, start: cutlass.Constexpr):
         """Records `start` to 15 of a granule with cp.async; zeros for those that are not present."""
+        whole = self.record_bytes // 512
         for r in cutlass.range_constexpr(start, GRANULE):
-            here = arch.shuffle_sync(source, r)
+            here = arch.shuffle_sync(source, r) + Int64(lane) * 16
             wanted = arch.shuffle_sync(present, r)
-            ptx.cp_async16(place + r * self.record_bytes + lane * 16, here + Int64(lane) * 16, wanted)
-        # What follows the latent part: scales and rotary part of 16 bytes times `rest`.
-        rest = self.record_bytes // 16 - 32
-        for t in cutlass.range_constexpr(((GRANULE - start) * rest + 31) // 32):
+            for part in cutlass.range_constexpr(whole):
+                ptx.cp_async16(place + r * self.record_stride + part * 512 + lane * 16, here + part * 512, wanted)
+        # What follows the latent part (scales, rotary part): 16 bytes times `rest`.
+        rest = self.record_bytes // 16 - 32 * whole
+        for t in cutlass.range_constexpr(((GRANULE - start) * rest + 31) // 32 if rest else 0):
             item = lane + 32 * t
             row = start + item // rest
-            chunk = 32 + item % rest
+            chunk = 32 * whole + item % rest
             here = arch.shuffle_sync(source, cutlass.min(row, Int32(GRANULE - 1)))
             wanted = arch.shuffle_sync(present, cutlass.min(row, Int32(GRANULE - 1)))
             if row < GRANULE:
-                ptx.cp_async16(place + row * self.record_bytes + chunk * 16, here + Int64(chunk) * 16, wanted)
+                ptx.cp_async16(place + row * self.record_stride + chunk * 16, here + Int64(chunk) * 16, wanted)
 
     @cute.jit
     def gather(self, p: Params, base: Int32, tid: Int32, warp: Int32, rank: Int32, first: Int32, step: Int32):

@@ -41,16 +41,18 @@ class Layout:
     """Configuration and code of one variant.
 
     Args:
-        heads: rows of the query tile: 8, 16, 32 or 64.
-        rope: whether records carry 64 rotary columns (FP8_DS_MLA) or not (FP8_NOPE).
+        heads: rows of the query tile: 8, 16, 32 or, where records are quantised, 64.
+        rope: whether records carry 64 rotary columns.
+        wide: whether records are bf16 throughout (BF16), or e4m3 with four float32 scales (FP8_DS_MLA, FP8_NOPE).
         cluster: CTAs that share a token, 1 to 16.
         trace: whether the first CTA reports the cycles of each phase.
     """
 
-    def __init__(self, *, heads: int, rope: bool, cluster: int, trace: bool = False) -> None:
+    def __init__(self, *, heads: int, rope: bool, cluster: int, wide: bool = False, trace: bool = False) -> None:
         self.trace = trace
         self.heads = heads
         self.rope = rope
+        self.wide = wide
         self.cluster = cluster
         # Warpgroups a job. Two have half of the output's columns each. Where registers allow, two take the scores of
         # the blocks in turn.
@@ -60,25 +62,30 @@ class Layout:
         self.loaders = 4 * (self.valuers + self.scorers)
         # Groups of 128 columns of the output a value warpgroup has, and how many of them it loads at a time.
         self.parts = GROUPS // self.valuers
-        self.unit = 2 if heads < 32 else 1
+        self.unit = 2 if heads < 32 and not wide else 1
         # Fragments of V^T, 64 columns each, that are multiplied together, and how many such batches there are.
         self.batch, self.batches = {8: (4, 2), 16: (4, 2), 32: (2, 2), 64: (1, 3)}[heads]
         # Below 64 heads P is small: it is kept four times, once for every group of columns, with the records' scales of
-        # that group in it, and V enters the product as it is. With 64 heads V is scaled.
-        self.copies = 1 if heads == 64 else GROUPS
+        # that group in it, and V enters the product as it is. With 64 heads V is scaled. Where records are bf16,
+        # nothing is scaled, but P has to be bf16 like V, which is too coarse: it is kept as a sum of two.
+        self.copies = 2 if wide else 1 if heads == 64 else GROUPS
+        self.scaled_values = heads == 64 and not wide
         self.value_registers, self.score_registers, self.gather_registers = {
-            8: (96, 104, 56),
-            16: (96, 112, 56),
-            32: (112, 112, 32),
+            8: (96, 112, 56) if wide else (96, 104, 56),
+            16: (96, 120, 48) if wide else (96, 112, 56),
+            32: (120, 104, 32) if wide else (112, 112, 32),
             64: (176, 136, 24),
         }[heads]
         # Sets of fragments of K, 64 columns each: one is filled while others are multiplied.
-        self.sets = 4 if heads < 32 else 3
+        self.sets = 4 if heads < 32 else 2 if wide else 3
         # Products of 16 columns started together. The warp stands still while products queue, so where they take long
         # few are started at a time and the next ones' fragments are filled in between.
         self.piece = 8 if heads == 8 else 4
-        self.record_bytes = LATENT + 16 + (ROPE * 2 if rope else 0)
-        self.granule_bytes = GRANULE * self.record_bytes
+        # Bytes of a record, and what it takes in the ring: 16 more than a multiple of 128 (see `record_of`).
+        columns = LATENT + (ROPE if rope else 0)
+        self.record_bytes = 2 * columns if wide else columns + 16 + (ROPE if rope else 0)
+        self.record_stride = self.record_bytes + 16 if wide else self.record_bytes
+        self.granule_bytes = GRANULE * self.record_stride
         # Records of a granule that the bulk copy engine brings.
         self.bulk = 8
         offset = 0
@@ -91,7 +98,7 @@ class Layout:
 
         # Two buffers of P, so that scores run a block ahead of the output.
         self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
-        self.off_ratio = take(2 * GROUPS * BLOCK * 2 if self.copies == 1 else 0)
+        self.off_ratio = take(2 * GROUPS * BLOCK * 2 if self.scaled_values else 0)
         self.off_decay = take(2 * heads * 4)
         self.off_max = take(heads * 4)
         self.off_ml = take(heads * 8)

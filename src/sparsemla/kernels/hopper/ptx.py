@@ -244,6 +244,14 @@ def interleave(a: Any, b: Any, half: int) -> Any:
     )
 
 
+def interleave_halves(a: Any, b: Any, half: int) -> Any:
+    """The lower (half 0) or upper (1) 16 bits of two words, the first word's below the second's."""
+    selector = "0x7632" if half else "0x5410"
+    return arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
 def rcp(x: Any) -> Any:
     """1 / x, approximate to 1 ulp; 0 beyond 2^126."""
     return arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

@@ -75,27 +75,29 @@ class Query(Layout):
         undo = ptx.bits_to_f32((exponent - 7) * 8388608)
         if row < self.heads:
             for i in cutlass.range_constexpr(5):
-                # Columns 8 chunk ... of a block of 64, as four pairs. Lane q of a fragment holds columns 16 q ... 16
-                # q + 15 of the block,
-                # four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies at columns 8 u + 2 q of it.
+                # Columns 8 chunk ... of a block of 64, as four pairs. Of e4m3 lane q of a fragment holds columns 16 q
+                # ... 16 q + 15 of the block, four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies
+                # at columns 8 u + 2 q of it. Of bf16 it holds 8 q ... of each half of 32: the pair belongs to product
+                # 2 (chunk // 4) + h and lies at columns 8 u + 2 q.
                 block = 2 * i + chunk // 8
-                quad = (chunk % 8) // 2
+                narrow_product, narrow_quad = chunk % 2, (chunk % 8) // 2
+                wide_product, wide_quad = chunk % 8 // 4, chunk % 4
                 for h in cutlass.range_constexpr(2):
                     for u in cutlass.range_constexpr(2):
                         word = words[t, i, 2 * h + u]
                         first = ptx.bits_to_f32(word << 16) * shrink
                         second = ptx.bits_to_f32(word & Uint32(0xFFFF0000)) * shrink
-                        if cutlass.const_expr(i < 4):
-                            piece = (2 * (2 * (chunk % 2) + h) + u) ^ (row % 8)
-                            target = base + self.off_q + block * (self.heads * 128) + row * 128 + piece * 16 + quad * 4
-                            ptx.sts_i32(target, ptx.pack_f16x2(first, second))
+                        narrow = (2 * (2 * narrow_product + h) + u) ^ (row % 8)
+                        wide = (2 * (2 * wide_product + h) + u) ^ (row % 8)
+                        target = base + self.off_q + block * (self.heads * 128) + row * 128
+                        if cutlass.const_expr(i < 4 and self.wide):
+                            ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
+                        elif cutlass.const_expr(i < 4):
+                            ptx.sts_i32(target + narrow * 16 + narrow_quad * 4, ptx.pack_f16x2(first, second))
                         elif cutlass.const_expr(self.rope):
-                            # Rotary columns: lane q holds 8 q ... of each half of 32: product 2 (chunk // 4) + h,
-                            # columns 8 u + 2 q.
                             if chunk < 8:
-                                piece = (2 * (2 * (chunk // 4) + h) + u) ^ (row % 8)
-                                target = base + self.off_q_rope + row * 128 + piece * 16 + (chunk % 4) * 4
-                                ptx.sts_i32(target, ptx.pack_bf16x2(first, second))
+                                target = base + self.off_q_rope + row * 128
+                                ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
             if chunk == 0:
                 # Beyond 1e28 a score could pass float32's range; the softmax of such scores has one winner with this
                 # factor too.

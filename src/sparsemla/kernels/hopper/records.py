@@ -31,30 +31,51 @@ class Records(Layout):
 
     def column_of(self, quarter: Any, lane: Any) -> Any:
         """First of the four columns of a group of 128 that a lane of the quarter-th warp of a warpgroup has."""
+        if self.wide:  # 16 lanes that read 8 bytes each of records 0 to 3 cover all banks
+            return quarter * 8 + lane // 4 % 2 * 4 + lane // 8 % 2 * 32 + lane // 16 * 64
         return quarter * 16 + lane // 4 % 4 * 4 + lane // 16 * 64
 
     def latent_rows(self, rows: Any, b: int) -> list[Any]:
         """16 e4m3 values of each of a thread's two records in column block b: what its fragments of four products
         hold."""
-        return [ptx.lds128(rows + b * 64), ptx.lds128(rows + b * 64 + 8 * self.record_bytes)]
+        return [ptx.lds128(rows + b * 64), ptx.lds128(rows + b * 64 + 8 * self.record_stride)]
+
+    def wide_rows(self, rows: Any, offset: int) -> list[Any]:
+        """16 bf16 values of each of a thread's two records in a block of 64 columns, `offset` bytes from the record's
+        first: eight of each half of the block."""
+        return [ptx.lds128(rows + (offset + i * 8 * self.record_stride + 64 * h)) for i in range(2) for h in range(2)]
+
+    def fill_wide(self, loaded: list[Any], filled: Any) -> None:
+        """What `wide_rows` loaded as fragments of four products: word w of half h belongs to product 2 h + w // 2."""
+        for i in range(2):
+            for h in range(2):
+                for w in range(4):
+                    filled[4 * (2 * h + w // 2) + i + 2 * (w % 2)] = loaded[2 * i + h][w]
 
     def latent_columns(self, place: Any, granule: int, part: int) -> list[Any]:
-        """Four e4m3 values of each of a thread's four records of a granule, in the order of its fragments' columns.
+        """Four values of each of a thread's four records of a granule, in the order of its fragments' columns: one word
+        of e4m3, two of bf16.
 
         Args:
             place: its four columns of its first record in the ring's granule 0.
             granule: granule of the block.
             part: group of 128 columns.
         """
-        at = granule * self.depth * self.granule_bytes + part * 128
-        return [ptx.lds_u32(place + (at + i * 4 * self.record_bytes)) for i in range(4)]
+        at = granule * self.depth * self.granule_bytes + part * (256 if self.wide else 128)
+        places = [place + (at + i * 4 * self.record_stride) for i in range(4)]
+        return [ptx.lds_v2u32(p) if self.wide else ptx.lds_u32(p) for p in places]
 
     def transpose(self, words: list[Any], ratio: list[Any], pair: int, filled: Any) -> None:
-        """Two of the four values of four records each to a fragment of V^T in f16.
+        """Two of the four values of four records each to a fragment of V^T in f16, or in bf16.
 
         `ratio`: empty, or first the scales of the first two and of the last two records.
         """
         for half in range(2):
+            if self.wide:
+                for i in range(2):
+                    a, b = words[2 * half][pair], words[2 * half + 1][pair]
+                    filled[2 * half + i] = ptx.interleave_halves(a, b, i)
+                continue
             values = ptx.e4m3x4_to_f16x4(ptx.interleave(words[2 * half], words[2 * half + 1], pair))
             for i in range(2):
                 filled[2 * half + i] = ptx.mul_f16x2(values[i], ratio[0][half]) if ratio else values[i]

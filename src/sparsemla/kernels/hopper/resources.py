@@ -23,7 +23,8 @@ from pathlib import Path
 from sparsemla.kernels.hopper.build import Variant, compile_variant
 
 VARIANTS: tuple[Variant, ...] = tuple(
-    Variant("sparse", heads, rope, cluster)
+    Variant(kind, heads, rope, cluster)
+    for kind in ("sparse", "wide")
     for heads in (8, 16, 32, 64)
     for rope in (True, False)
     for cluster in (1, 2, 4, 8, 16)

@@ -44,15 +44,19 @@ class Score(Records, Query):
         )
         qk_thread = qk.get_slice(tid)
         rk_thread = rk.get_slice(tid)
-        s_q = self._smem(base + self.off_q, Float16, kinds.K_SW128, (heads, LATENT), (0, 1))
-        b_q = qk_thread.make_fragment_B(qk_thread.partition_B(s_q))
-        a_k = [qk_thread.make_fragment_A(qk_thread.partition_shape_A((BLOCK, 64))) for _ in range(self.sets)]
+        main, kind = (rk_thread, BFloat16) if self.wide else (qk_thread, Float16)
+        s_q = self._smem(base + self.off_q, kind, kinds.K_SW128, (heads, LATENT), (0, 1))
+        b_q = main.make_fragment_B(main.partition_B(s_q))
+        a_k = [main.make_fragment_A(main.partition_shape_A((BLOCK, 64))) for _ in range(self.sets)]
         a_words = [cute.recast_tensor(a, Uint32) for a in a_k]
+        rotary_b: list[Any] = []
         if cutlass.const_expr(self.rope):
             s_qr = self._smem(base + self.off_q_rope, BFloat16, kinds.K_SW128, (heads, ROPE), (0, 1))
             b_qr = rk_thread.make_fragment_B(rk_thread.partition_B(s_qr))
-            a_r = rk_thread.make_fragment_A(rk_thread.partition_shape_A((BLOCK, ROPE)))
-            r_words = cute.recast_tensor(a_r, Uint32)
+            rotary_b = [b_qr[None, None, k] for k in range(4)]
+            if cutlass.const_expr(not self.wide):
+                a_r = rk_thread.make_fragment_A(rk_thread.partition_shape_A((BLOCK, ROPE)))
+                r_words = cute.recast_tensor(a_r, Uint32)
         x = qk_thread.make_fragment_C(qk_thread.partition_shape_C((BLOCK, heads)))
         # Columns (heads) of this thread: 8 j + 2 (lane % 4) + c. Rows (records): 16 warp + lane // 4 + 8 i. Element 4
         # j + 2 i + c.
@@ -106,61 +110,71 @@ class Score(Records, Query):
                 scales = rows - quad * 16 + LATENT
                 arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, slot), (count // self.depth) % 2)
                 self.mark(times, 1)
-                # S is a sum over groups of 128 columns, each times its record's scale. It is kept in one accumulator
-                # that is multiplied between groups. Loads run ahead of conversions, conversions ahead of products.
                 mask = ptx.lds_i32(base + self.off_mask + slot * 4)
-                both = [ptx.lds_v4f32(scales + i * (8 * self.record_bytes)) for i in range(2)]
                 # For a thread's two records: 2 to minus the exponent of the largest scale, and that exponent as a bias
                 # of the score, -inf for "no key".
                 grow: list[Any] = []
                 bias: list[Any] = []
-                steps: list[Any] = []
-                loaded = [self.latent_rows(rows, 0)]
-                for piece in cutlass.range_constexpr(4 * 2 * GROUPS // self.piece):
-                    for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
-                        block = k // 4
-                        if cutlass.const_expr(k % 4 == 0 and block + 1 < 2 * GROUPS):
-                            loaded.append(self.latent_rows(rows, block + 1))
-                        self.to_fragment(loaded[block], k % 4, a_words[block % self.sets])
-                    if cutlass.const_expr(piece == 1):  # while the first products run
-                        for i in cutlass.range_constexpr(2):
-                            exponent, small = self.split_scale(both[i])
-                            grow.append(small)
-                            steps.append(self.steps(both[i], exponent))
-                            shift = Float32(exponent)
-                            if ((mask >> (self.record_of(line) + 8 * i)) & 1) == 0:
-                                shift = Float32(NEG_INF)
-                            bias.append(shift)
-                    if cutlass.const_expr(piece > 0 and self.piece * piece % 8 == 0):
-                        warpgroup.wait_group(0)
-                        self.rescale(x, steps, self.piece * piece // 8 - 1)
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
-                        qk.set(warpgroup.Field.ACCUMULATE, k > 0)
-                        fragment = a_k[k // 4 % self.sets]
-                        cute.gemm(qk, x, fragment[None, None, k % 4], b_q[None, None, k], x)
-                    warpgroup.commit_group()
-                if cutlass.const_expr(self.rope):
-                    self.rotary_rows(rows, r_words)
-                warpgroup.wait_group(0)
-                self.rescale(x, steps, GROUPS - 1)
-                if cutlass.const_expr(self.rope):
-                    warpgroup.fence()
-                    rk.set(warpgroup.Field.ACCUMULATE, True)
-                    for k in cutlass.range_constexpr(4):
-                        at = (None, None, k)
-                        cute.gemm(rk, x, a_r[at], b_qr[at], x)
-                    warpgroup.commit_group()
+                if cutlass.const_expr(self.wide):
+                    for i in cutlass.range_constexpr(2):
+                        shift = Float32(0.0)
+                        if ((mask >> (self.record_of(line) + 8 * i)) & 1) == 0:
+                            shift = Float32(NEG_INF)
+                        bias.append(shift)
+                    self.multiply_wide(
+                        rows, rk, x, a_k, a_words, [b_q[None, None, k] for k in range(4 * 2 * GROUPS)] + rotary_b
+                    )
+                else:
+                    # S is a sum over groups of 128 columns, each times its record's scale, kept in one accumulator
+                    # that is multiplied between groups. Loads run ahead of conversions, those ahead of products.
+                    both = [ptx.lds_v4f32(scales + i * (8 * self.record_bytes)) for i in range(2)]
+                    steps: list[Any] = []
+                    loaded = [self.latent_rows(rows, 0)]
+                    for piece in cutlass.range_constexpr(4 * 2 * GROUPS // self.piece):
+                        for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
+                            block = k // 4
+                            if cutlass.const_expr(k % 4 == 0 and block + 1 < 2 * GROUPS):
+                                loaded.append(self.latent_rows(rows, block + 1))
+                            self.to_fragment(loaded[block], k % 4, a_words[block % self.sets])
+                        if cutlass.const_expr(piece == 1):  # while the first products run
+                            for i in cutlass.range_constexpr(2):
+                                exponent, small = self.split_scale(both[i])
+                                grow.append(small)
+                                steps.append(self.steps(both[i], exponent))
+                                shift = Float32(exponent)
+                                if ((mask >> (self.record_of(line) + 8 * i)) & 1) == 0:
+                                    shift = Float32(NEG_INF)
+                                bias.append(shift)
+                        if cutlass.const_expr(piece > 0 and self.piece * piece % 8 == 0):
+                            warpgroup.wait_group(0)
+                            self.rescale(x, steps, self.piece * piece // 8 - 1)
+                        warpgroup.fence()
+                        for k in cutlass.range_constexpr(self.piece * piece, self.piece * (piece + 1)):
+                            qk.set(warpgroup.Field.ACCUMULATE, k > 0)
+                            fragment = a_k[k // 4 % self.sets]
+                            cute.gemm(qk, x, fragment[None, None, k % 4], b_q[None, None, k], x)
+                        warpgroup.commit_group()
+                    if cutlass.const_expr(self.rope):
+                        self.fill_wide(self.wide_rows(rows, LATENT + 16), r_words)
+                    warpgroup.wait_group(0)
+                    self.rescale(x, steps, GROUPS - 1)
+                    if cutlass.const_expr(self.rope):
+                        warpgroup.fence()
+                        rk.set(warpgroup.Field.ACCUMULATE, True)
+                        for k in cutlass.range_constexpr(4):
+                            at = (None, None, k)
+                            cute.gemm(rk, x, a_r[at], rotary_b[k], x)
+                        warpgroup.commit_group()
                 if cutlass.const_expr(self.scorers == 1):
                     factors, largest = self.before_softmax(base, maxima, column0)
-                if cutlass.const_expr(self.rope):
+                if cutlass.const_expr(self.rope and not self.wide):
                     warpgroup.wait_group(0)
                 # The records' scales relative to their exponents, for V.
                 ratio = []
-                if cutlass.const_expr(self.copies == 1):
+                if cutlass.const_expr(self.scaled_values):
                     places = [scales + quad * 4, scales + quad * 4 + 8 * self.record_bytes]
                     ratio.append(ptx.pack_f16x2(ptx.lds_f32(places[0]) * grow[0], ptx.lds_f32(places[1]) * grow[1]))
-                else:
+                elif cutlass.const_expr(not self.wide):
                     for i in cutlass.range_constexpr(2):
                         s4 = ptx.lds_v4f32(scales + i * (8 * self.record_bytes))
                         ratio.append([s4[g] * (grow[i] * RAISE) for g in range(GROUPS)])
@@ -257,7 +271,7 @@ class Score(Records, Query):
                         for i in cutlass.range_constexpr(2):
                             e = 4 * j + 2 * i + c
                             x[e] = ptx.exp2(x[e])
-                            total[j, c] = total[j, c] + x[e] * grow[i]
+                            total[j, c] = total[j, c] + (x[e] if self.wide else x[e] * grow[i])
                 self.mark(times, 3)
                 packed = []
                 for j in cutlass.range_constexpr((tiles_n + 1) // 2):
@@ -265,14 +279,17 @@ class Score(Records, Query):
                         for jj in cutlass.range_constexpr(min(2, tiles_n)):
                             for i in cutlass.range_constexpr(2):
                                 e = 4 * (2 * j + jj) + 2 * i
-                                by = Float32(1.0) if self.copies == 1 else ratio[i][g]
-                                packed.append(ptx.pack_f16x2(x[e] * by, x[e + 1] * by))
+                                if cutlass.const_expr(self.wide):
+                                    packed.append(self.term(g, x[e], x[e + 1]))
+                                else:
+                                    by = Float32(1.0) if self.copies == 1 else ratio[i][g]
+                                    packed.append(ptx.pack_f16x2(x[e] * by, x[e + 1] * by))
                 buffer = count % 2
                 arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), (count // 2 + 1) % 2)
                 self.mark(times, 4)
                 # P, transposed: row = head, 64 records contiguous.
                 m2 = ptx.opaque(tid)
-                if cutlass.const_expr(self.copies == 1):
+                if cutlass.const_expr(self.scaled_values):
                     ptx.sts_halves(ratio_place + buffer * (GROUPS * BLOCK * 2), ratio[0], 4)
                 wide = 2 * min(2, tiles_n)
                 for j in cutlass.range_constexpr((tiles_n + 1) // 2):
@@ -348,7 +365,7 @@ class Score(Records, Query):
 
     def own_rows(self, lane: Any) -> Any:
         """Offset in a granule of what this thread reads of its first record; the second is eight records on."""
-        return self.record_of(lane // 4) * self.record_bytes + lane % 4 * 16
+        return self.record_of(lane // 4) * self.record_stride + lane % 4 * 16
 
     def to_fragment(self, rows: list[Any], w: int, filled: Any) -> None:
         """Of 64 columns of a thread's two records those of product w (0 to 3) as its fragment."""
@@ -363,13 +380,28 @@ class Score(Records, Query):
         factors = [ptx.lds_v2f32(base + self.off_q_factor + column0 * 4 + place) for place in places]
         return factors, [ptx.lds_v2f32(maxima + place) for place in places]
 
-    def rotary_rows(self, rows: Any, words: cute.Tensor) -> None:
-        """The rotary columns of a thread's two records as fragments of four products."""
-        for i in range(2):
-            for h in range(2):
-                got = ptx.lds128(rows + i * (8 * self.record_bytes) + LATENT + 16 + 64 * h)
-                for w in range(4):
-                    words[4 * (2 * h + w // 2) + i + 2 * (w % 2)] = got[w]
+    def term(self, number: int, low: Any, high: Any) -> Any:
+        """Term 0 or 1 of two values of P as a sum of two bf16 each."""
+        first = ptx.pack_bf16x2(low, high)
+        if number == 0:
+            return first
+        return ptx.pack_bf16x2(low - ptx.bits_to_f32(first << 16), high - ptx.bits_to_f32(first & Uint32(0xFFFF0000)))
+
+    def multiply_wide(self, rows: Any, mma: Any, x: Any, sets: list[Any], words: list[Any], queries: list[Any]) -> None:
+        """S of bf16 records: the next 64 columns are loaded while the last ones are multiplied."""
+        blocks = len(queries) // 4
+        self.fill_wide(self.wide_rows(rows, 0), words[0])
+        for b in range(blocks):
+            if b + 1 < blocks:
+                if b + 1 >= self.sets:
+                    warpgroup.wait_group(self.sets - 2)  # the fragments filled next are free again
+                self.fill_wide(self.wide_rows(rows, 128 * (b + 1)), words[(b + 1) % self.sets])
+            warpgroup.fence()
+            for k in range(4):
+                mma.set(warpgroup.Field.ACCUMULATE, b + k > 0)
+                cute.gemm(mma, x, sets[b % self.sets][None, None, k], queries[4 * b + k], x)
+            warpgroup.commit_group()
+        warpgroup.wait_group(0)
 
     def rescale(self, x: cute.Tensor, step: list[Any], g: int) -> None:
         """S times what stands between group g and the next one."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
@@ -30,7 +30,8 @@ class Value(Records, Query):
         quad = lane % 4
         rmem = warpgroup.OperandSource.RMEM
         major = OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, heads, 16), rmem, major, major)
+        kind = BFloat16 if self.wide else Float16
+        op = warpgroup.MmaF16BF16Op(kind, Float32, (64, heads, 16), rmem, major, major)
         pv = cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
         thread = pv.get_slice(tid % 128)
         pv.set(warpgroup.Field.ACCUMULATE, True)
@@ -40,7 +41,8 @@ class Value(Records, Query):
         fragments = [thread.make_fragment_A(thread.partition_shape_A((64, 16))) for _ in range(kept)]
         words = [cute.recast_tensor(a, Uint32) for a in fragments]
         group0 = warp // 4 * self.parts
-        mine = base + self.off_ring + group0 * 128 + self.column_of(warp % 4, lane) + quad * self.record_bytes
+        column = group0 * 128 + self.column_of(warp % 4, lane)
+        mine = base + self.off_ring + column * (2 if self.wide else 1) + quad * self.record_stride
         ratios = base + self.off_ratio + (group0 * 4 + quad) * (BLOCK // 4 * 2)
         factor = cute.make_rmem_tensor((heads // 4,), Float32)
         count = Int32(0)
@@ -74,10 +76,12 @@ class Value(Records, Query):
                 table = ratios + buffer * (GROUPS * BLOCK * 2)
                 p_operands = []
                 for c in cutlass.range_constexpr(min(self.copies, self.parts)):
-                    copy = buffer if self.copies == 1 else buffer * self.copies + group0 + c
+                    copy = buffer * self.copies + c
+                    if cutlass.const_expr(self.copies == GROUPS):
+                        copy = copy + group0
                     s_p = self._smem(
                         base + self.off_p + copy * (heads * 128),
-                        Float16,
+                        kind,
                         warpgroup.SmemLayoutAtomKind.K_SW128,
                         (heads, BLOCK),
                         (0, 1),
@@ -101,7 +105,7 @@ class Value(Records, Query):
                     granule = u // per_granule
                     part0 = u % per_granule * self.unit
                     scale: list[Any] = []
-                    if cutlass.const_expr(self.copies == 1):
+                    if cutlass.const_expr(self.scaled_values):
                         for i in cutlass.range_constexpr(self.unit):
                             scale.append(ptx.lds_v2u32(table + (part0 + i) * (BLOCK * 2) + granule * 8))
                     for f in cutlass.range_constexpr(2 * self.unit):
@@ -124,9 +128,10 @@ class Value(Records, Query):
                             warpgroup.fence()
                             for i in cutlass.range_constexpr(self.batch):
                                 t = 2 * part0 + f + 1 - self.batch + i
-                                b = p_operands[t // 2 % len(p_operands)]
+                                factors = p_operands if self.wide else [p_operands[t // 2 % len(p_operands)]]
                                 a = fragments[(number + 1 - self.batch + i) % kept]
-                                cute.gemm(pv, outs[t], a[None, None, 0], b[None, None, granule], outs[t])
+                                for b in factors:
+                                    cute.gemm(pv, outs[t], a[None, None, 0], b[None, None, granule], outs[t])
                             warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 left = left - 1
@@ -199,7 +204,7 @@ class Value(Records, Query):
             divisor = total + ptx.exp2(sink * 1.4426950408889634 - largest)
         inverse = Float32(0.0)
         if total > 0.0:
-            inverse = (1.0 if self.copies == 1 else 1.0 / RAISE) / divisor
+            inverse = (1.0 / RAISE if self.copies == GROUPS else 1.0) / divisor
         if total != total:
             inverse = total
         return inverse
