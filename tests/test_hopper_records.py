@@ -1,23 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which thread of the Hopper kernel reads what: every record and column once, and no two lanes in one bank."""
+"""Which thread of the Hopper kernel reads what: every record and column once, and no two lanes in one bank.
+
+The kernel's own index arithmetic is run on the CPU, a lane at a time, with instructions replaced by ones that return
+addresses; what it must agree with is the order of operands in registers that the PTX manual gives for WGMMA.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the CuTe DSL is not installed (extra `hopper`)", allow_module_level=True)
 
+from sparsemla.kernels.hopper import build, gather, ptx, query, score
 from sparsemla.kernels.hopper.kernel import SparseKernel
+from sparsemla.kernels.hopper.layout import SHARED_LIMIT
 
 BANKS = 32
+PLAIN = SimpleNamespace(max=max, min=min, range_constexpr=range, const_expr=bool)
+"""What the kernel takes from `cutlass`, in Python."""
 
 
-@pytest.fixture(params=[True, False], ids=["rope", "no rope"])
+def made(kind: str, heads: int, rope: bool, cluster: int = 1) -> SparseKernel:
+    kernel: SparseKernel = build.make_kernel(build.Variant(kind, heads, rope, cluster))
+    return kernel
+
+
+@pytest.fixture(params=["sparse-rope", "sparse-no rope", "wide-rope", "wide-no rope"])
 def kernel(request: pytest.FixtureRequest) -> SparseKernel:
-    return SparseKernel(heads=16, rope=request.param, cluster=1)
+    kind, rope = request.param.split("-")
+    return made(kind, 16, rope == "rope")
+
+
+def in_python(method: Any) -> Callable[..., Any]:
+    """A method of the kernel as it was written, not compiled."""
+    return inspect.unwrap(method)
+
+
+def f32(bits: int) -> float:
+    value: float = struct.unpack("f", struct.pack("I", bits % 2**32))[0]
+    return value
+
+
+def bf16x2(low: float, high: float) -> int:
+    """Two floats to one word, as PTX's cvt.rn.bf16x2.f32."""
+    low_bits, high_bits = torch.tensor([low, high]).to(torch.bfloat16).view(torch.int16).tolist()
+    return (high_bits & 0xFFFF) << 16 | low_bits & 0xFFFF
 
 
 def test_rows_of_a_fragment_are_the_records_of_a_granule(kernel: SparseKernel) -> None:
@@ -32,39 +68,291 @@ def test_both_products_agree_which_record_is_which(kernel: SparseKernel) -> None
 
 
 def test_lanes_have_every_column_of_a_group_once(kernel: SparseKernel) -> None:
-    firsts = {kernel.column_of(quarter, 4 * line) for quarter in range(4) for line in range(8)}
+    firsts = [kernel.column_of(quarter, 4 * line) for quarter in range(4) for line in range(8)]
     assert sorted(first + i for first in firsts for i in range(4)) == list(range(128))
     assert all(kernel.column_of(1, 4 * 3 + quad) == kernel.column_of(1, 4 * 3) for quad in range(4))
 
 
 def test_value_reads_meet_no_bank_twice(kernel: SparseKernel) -> None:
-    """32 lanes read four bytes each of records 0 to 3 (lane % 4)."""
+    """Of records 0 to 3 (lane % 4) 32 lanes read four bytes each, or 16 lanes at a time eight bytes of bf16."""
+    size, together = (2, 16) if kernel.wide else (1, 32)
     for quarter in range(4):
-        words = [(lane % 4 * kernel.record_bytes + kernel.column_of(quarter, lane)) // 4 for lane in range(32)]
-        assert len({word % BANKS for word in words}) == BANKS
+        for start in range(0, 32, together):
+            words = [
+                (lane % 4 * kernel.record_stride + kernel.column_of(quarter, lane) * size) // 4 + i
+                for lane in range(start, start + together)
+                for i in range(size)
+            ]
+            assert len({word % BANKS for word in words}) == BANKS
 
 
-def test_score_reads_meet_no_bank_twice(kernel: SparseKernel) -> None:
+def test_score_reads_meet_no_bank_twice(kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bytes a lane go eight lanes at a time: two rows of a fragment, four lanes each."""
-    for lanes in (range(start, start + 8) for start in range(0, 32, 8)):
-        words = [kernel.own_rows(lane) // 4 + i for lane in lanes for i in range(4)]
-        assert len({word % BANKS for word in words}) == BANKS
+    monkeypatch.setattr(ptx, "lds128", lambda address: address)
+    rotary = kernel.record_bytes - 128 if kernel.rope else 0
+    reads: list[tuple[Callable[[int, int], list[Any]], int]] = [(kernel.wide_rows, rotary)]
+    for block in range(8):
+        reads.append((kernel.wide_rows, 128 * block) if kernel.wide else (kernel.latent_rows, block))
+    for read, where in reads:
+        for start in range(0, 32, 8):
+            lanes = [read(kernel.own_rows(lane), where) for lane in range(start, start + 8)]
+            for together in zip(*lanes, strict=True):
+                words = [address // 4 + i for address in together for i in range(4)]
+                assert len({word % BANKS for word in words}) == BANKS
+
+
+def store_row(kernel: SparseKernel, row: int, bits: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """What the half-warp of one query row leaves in shared memory, by address: pairs of columns, and the factor."""
+    stored: dict[int, Any] = {}
+
+    def store(address: int, value: Any) -> None:
+        assert address not in stored
+        stored[address] = value
+
+    largest = max(value & 0x7FFF for value in bits)
+    monkeypatch.setattr(query, "cutlass", PLAIN)
+    monkeypatch.setattr(query, "arch", SimpleNamespace(shuffle_sync_bfly=lambda value, distance: largest))
+    for name, kind in (("Int32", int), ("Uint32", int), ("Float32", float)):
+        monkeypatch.setattr(query, name, kind)
+    fakes: dict[str, Any] = {
+        "max_u16x2": lambda a, b: max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF),
+        "bits_to_f32": f32,
+        "pack_f16x2": lambda low, high: ("f16", low, high),
+        "pack_bf16x2": lambda low, high: ("bf16", low, high),
+        "fmin": min,
+        "fmax": max,
+        "sts_i32": store,
+        "sts_f32": store,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(ptx, name, fake)
+    for lane in range(16):
+        words = {
+            (0, i, w): bits[first] | bits[first + 1] << 16
+            for i in range(5)
+            for w in range(4)
+            for first in [(128 * i + 8 * lane + 2 * w) % len(bits)]
+        }
+        in_python(SparseKernel.store_query)(kernel, SimpleNamespace(scale_log2=1.0), 0, row, lane, words, 0)
+    return stored
+
+
+def query_columns(
+    kernel: SparseKernel, row: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, tuple[str, tuple[int, int]]]:
+    """Of every even place along K of the query operand: the type there, and which columns of the query it holds."""
+    columns = 576 if kernel.rope else 512
+    bits = [0x3F80 + column for column in range(columns)]  # from 1.0 on, all different
+    stored = store_row(kernel, row, bits, monkeypatch)
+    factor = stored.pop(kernel.off_q_factor + row * 4)
+    names = {f32(value << 16): column for column, value in enumerate(bits)}
+    found = {}
+    for place in range(0, columns, 2):
+        # Rows of 128 bytes of an operand, swizzled: pieces of 16 bytes are exchanged by the row's lowest bits.
+        start = kernel.off_q + place // 64 * kernel.heads * 128 if place < 512 else kernel.off_q_rope
+        address = start + row * 128 + (place % 64 // 8 ^ row % 8) * 16 + place % 8 * 2
+        kind, *pair = stored.pop(address)
+        first, second = (names[value * factor] for value in pair)
+        found[place] = kind, (first, second)
+    assert not stored
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 13])
+def test_fragments_of_keys_and_queries_agree_on_every_column(
+    kernel: SparseKernel, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fragment's register r of product k holds row line + 8 (r % 2), columns 16 k + 8 (r // 2) + 2 quad and the next
+    (PTX: matrix A of wgmma.m64nNk16 in registers)."""
+    held = query_columns(kernel, row, monkeypatch)
+    monkeypatch.setattr(ptx, "lds128", lambda address: [address + 4 * i for i in range(4)])
+    monkeypatch.setattr(ptx, "e4m3x4_to_f16x4", lambda address: [address, address + 2])
+    for block in range(9 if kernel.rope else 8):
+        seen = set()
+        wide = kernel.wide or block == 8
+        first = 0 if kernel.wide else 512 + 16  # byte of a record where its bf16 columns start
+        for lane in range(32):
+            line, quad = lane // 4, lane % 4
+            registers: dict[int, int] = {}
+            if wide:
+                offset = 128 * block if kernel.wide else first
+                kernel.fill_wide(kernel.wide_rows(kernel.own_rows(lane), offset), registers)
+            else:
+                loaded = kernel.latent_rows(kernel.own_rows(lane), block)
+                for w in range(4):
+                    kernel.to_fragment(loaded, w, registers)
+            assert sorted(registers) == list(range(16))
+            for register, address in registers.items():
+                product, r = register // 4, register % 4
+                record, at = divmod(address, kernel.record_stride)
+                column = (at - first) // 2 + (512 if not kernel.wide else 0) if wide else at
+                assert record == kernel.record_of(line) + 8 * (r % 2)
+                kind, columns = held[64 * block + 16 * product + 8 * (r // 2) + 2 * quad]
+                assert columns == (column, column + 1)
+                assert kind == ("bf16" if wide else "f16")
+                seen.add((record, column))
+        assert seen == {(record, column) for record in range(16) for column in range(64 * block, 64 * block + 64, 2)}
+
+
+def test_queries_are_scaled_by_a_power_of_two(kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for exponent in (8, 60, 127, 200, 254):
+        bits = [exponent << 7 | column % 128 for column in range(576)]
+        stored = store_row(kernel, 3, bits, monkeypatch)
+        factor = stored.pop(kernel.off_q_factor + 3 * 4)
+        values = [value for _, *pair in stored.values() for value in pair]
+        assert min(values) == 128 and max(values) == 255
+        assert factor == min(f32(exponent << 23) / 128, 1e28)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("rope", [True, False])
-def test_rooms_of_shared_memory_do_not_overlap(heads: int, rope: bool) -> None:
-    kernel = SparseKernel(heads=heads, rope=rope, cluster=16)
+def test_products_of_wide_records_overwrite_no_fragment_in_flight(
+    heads: int, rope: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block of 64 columns is multiplied once, with its own queries, and all are done at the end."""
+    kernel = made("wide", heads, rope)
+    blocks = 9 if rope else 8
+    filled: dict[int, int] = {}  # fragment set -> block
+    groups: list[set[int]] = []  # sets that products in flight read
+    started: set[int] = set()
+    products: list[tuple[int, int, str]] = []
+    accumulates: list[bool] = []
+
+    class Fragments:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __getitem__(self, at: tuple[None, None, int]) -> tuple[int, int]:
+            return self.number, at[2]
+
+    def fill(block: int, words: int) -> None:
+        assert not any(words in group for group in groups)
+        filled[words] = block
+
+    def multiply(mma: Any, x: str, fragment: tuple[int, int], operand: str, out: str) -> None:
+        assert x == out
+        started.add(fragment[0])
+        products.append((filled[fragment[0]], fragment[1], operand))
+
+    def commit() -> None:
+        groups.append(set(started))
+        started.clear()
+
+    def wait(pending: int) -> None:
+        del groups[: max(0, len(groups) - pending)]
+
+    issue = SimpleNamespace(
+        wait_group=wait, commit_group=commit, fence=lambda: None, Field=SimpleNamespace(ACCUMULATE="accumulate")
+    )
+    monkeypatch.setattr(score, "warpgroup", issue)
+    monkeypatch.setattr(score, "cute", SimpleNamespace(gemm=multiply))
+    monkeypatch.setattr(kernel, "wide_rows", lambda rows, offset: offset // 128)
+    monkeypatch.setattr(kernel, "fill_wide", fill)
+    mma = SimpleNamespace(set=lambda field, value: accumulates.append(value))
+    sets = [Fragments(i) for i in range(kernel.sets)]
+    queries = [f"query {k}" for k in range(4 * blocks)]
+    kernel.multiply_wide(0, mma, "x", sets, list(range(kernel.sets)), queries)
+    assert products == [(k // 4, k % 4, f"query {k}") for k in range(4 * blocks)]
+    assert accumulates == [False, *[True] * (4 * blocks - 1)]
+    assert not groups and not started
+
+
+def test_fragments_of_values_hold_the_columns_that_are_written(
+    kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Register r of a fragment of V^T holds row line + 8 (r % 2), an output column, and columns 2 quad + 8 (r // 2) and
+    the next, which are rows of K's fragment."""
+    monkeypatch.setattr(ptx, "lds_u32", lambda address: address)
+    monkeypatch.setattr(ptx, "lds_v2u32", lambda address: [address, address + 4])
+    monkeypatch.setattr(ptx, "interleave_halves", lambda a, b, half: (a + 2 * half, b + 2 * half))
+    monkeypatch.setattr(ptx, "interleave", lambda a, b, half: [(a + 2 * half + i, b + 2 * half + i) for i in range(2)])
+    monkeypatch.setattr(ptx, "e4m3x4_to_f16x4", lambda pairs: pairs)
+    size = 2 if kernel.wide else 1
+    seen = set()
+    for tid in range(256):
+        lane, quad = tid % 32, tid % 4
+        first = tid // 128 * kernel.parts * 128 + kernel.column_of(tid // 32 % 4, lane)
+        place = first * size + quad * kernel.record_stride
+        for part in range(kernel.parts):
+            for granule in range(2):
+                words = kernel.latent_columns(place, granule, part)
+                for pair in range(2):
+                    registers: dict[int, tuple[int, int]] = {}
+                    kernel.transpose(words, [], pair, registers)
+                    assert sorted(registers) == [0, 1, 2, 3]
+                    for r, addresses in registers.items():
+                        column = kernel.own_column(tid, part) + 2 * pair + r % 2
+                        for i, address in enumerate(addresses):
+                            start = granule * kernel.depth * kernel.granule_bytes
+                            at, byte = divmod(address - start, kernel.record_stride)
+                            assert byte == column * size
+                            assert at == kernel.record_of(2 * quad + i) + 8 * (r // 2)
+                            seen.add((granule, at, column))
+    assert len(seen) == 2 * 16 * 512
+
+
+def test_copies_bring_every_byte_of_a_granule_once(kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records `start` to 15, 16 bytes an instruction; bulk copies bring those before."""
+    copied: dict[int, int] = {}
+
+    def copy(to: int, source: int, wanted: int) -> None:
+        assert to not in copied and wanted == 1
+        copied[to] = source
+
+    monkeypatch.setattr(gather, "cutlass", PLAIN)
+    monkeypatch.setattr(gather, "arch", SimpleNamespace(shuffle_sync=lambda values, lane: values[lane]))
+    for name in ("Int32", "Int64"):
+        monkeypatch.setattr(gather, name, int)
+    monkeypatch.setattr(ptx, "cp_async16", copy)
+    sources = [2**20 * (16 - record) for record in range(16)]
+    for start in (0, kernel.bulk):
+        copied.clear()
+        for lane in range(32):
+            in_python(SparseKernel.copy)(kernel, 0, sources, [1] * 16, lane, start)
+        assert copied == {
+            record * kernel.record_stride + at: sources[record] + at
+            for record in range(start, 16)
+            for at in range(0, kernel.record_bytes, 16)
+        }
+
+
+def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P of wide records: the sum of its two terms is as good as f16's 11 bits, and better."""
+    kernel = made("wide", 8, True)
+    monkeypatch.setattr(ptx, "pack_bf16x2", bf16x2)
+    monkeypatch.setattr(ptx, "bits_to_f32", f32)
+    monkeypatch.setattr(score, "Uint32", int)
+    values = (torch.rand(200) * 64).tolist()
+    for low, high in zip(values[::2], values[1::2], strict=True):
+        words = [kernel.term(number, low, high) for number in range(2)]
+        assert sum(f32(word << 16) for word in words) == pytest.approx(low, rel=2**-16)
+        assert sum(f32(word & 0xFFFF0000) for word in words) == pytest.approx(high, rel=2**-16)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize("kind", ["sparse", "wide"])
+def test_rooms_of_shared_memory_do_not_overlap(heads: int, rope: bool, kind: str) -> None:
+    kernel = made(kind, heads, rope, cluster=16)
+    wide = kind == "wide"
     starts = sorted(value for name, value in vars(kernel).items() if name.startswith("off_") and name != "off_partial")
-    assert starts[0] == 0 and kernel.off_ring == starts[-1] and kernel.depth >= 3
-    assert kernel.off_ring + 4 * kernel.depth * kernel.granule_bytes <= kernel.shared_bytes
+    assert starts[0] == 0 and kernel.off_ring == starts[-1]
+    # Blocks in flight. With one, 64 heads of bf16 wait for each block.
+    assert kernel.depth >= (1 if heads == 64 else 2) if wide else kernel.depth >= 3
+    assert kernel.off_ring + 4 * kernel.depth * kernel.granule_bytes <= kernel.shared_bytes <= SHARED_LIMIT
+    assert kernel.granule_bytes == 16 * kernel.record_stride and kernel.record_bytes % 16 == 0
+    assert kernel.record_bytes <= kernel.record_stride and kernel.record_stride % 128 == 16
     assert kernel.off_barriers + (8 * kernel.depth + 8) * 8 <= kernel.off_mask
+    assert kernel.off_mask + 4 * kernel.depth * 4 <= kernel.off_q
+    assert kernel.off_q + heads * 512 * 2 <= kernel.off_q_rope <= kernel.off_ring - (heads * 128 if rope else 0)
     assert kernel.off_ml + heads * 8 <= kernel.off_reduce and kernel.off_p + 2 * kernel.copies * heads * 128 <= min(
         start for start in starts if start > kernel.off_p
     )
+    assert kernel.off_ratio + (2 * 4 * 64 * 2 if kernel.scaled_values else 0) <= kernel.off_decay
     # What the other CTAs of a cluster read lies outside of the partial outputs.
     assert max(kernel.off_ml, kernel.off_p) < kernel.off_partial == kernel.off_q
     # The weights of 16 CTAs go over P.
     assert 16 * heads * 4 <= 2 * kernel.copies * heads * 128
+    assert kernel.off_partial + heads * 516 * 4 <= kernel.shared_bytes
     registers = 2 * kernel.value_registers + kernel.scorers * kernel.score_registers + kernel.gather_registers
     assert registers * 128 <= 65536 // kernel.threads // 8 * 8 * kernel.threads
