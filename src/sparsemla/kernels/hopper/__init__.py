@@ -21,8 +21,14 @@ from sparsemla.kernels.hopper.params import Arguments, magic
 if TYPE_CHECKING:
     from sparsemla.kernels.call import AttentionCall
 
-KINDS = {KVFormat.FP8_DS_MLA: "sparse", KVFormat.FP8_NOPE: "sparse", KVFormat.BF16: "wide"}
-"""Kernel of a cache format."""
+KINDS = {
+    KVFormat.FP8_DS_MLA: "sparse",
+    KVFormat.FP8_NOPE: "sparse",
+    KVFormat.BF16: "wide",
+    KVFormat.FP8_V4: "v4",
+    KVFormat.FP8_V41: "v41",
+}
+"""Kind of records of a cache format, see `Layout`."""
 BLOCK = 64
 TILE_HEADS = (8, 16, 32, 64)
 TRACE = 0
@@ -60,7 +66,12 @@ def scratch_bytes(call: AttentionCall) -> int:
 # Microseconds on an H200, from the runs in docs/kernel-log.md, by the heads of a tile: its start and end, a block of 64
 # keys, and what combining 16 CTAs adds.
 _FIXED = {8: 7.0, 16: 9.0, 32: 11.0, 64: 13.0}
-_BLOCK = {"sparse": {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5}, "wide": {8: 1.6, 16: 1.8, 32: 2.0, 64: 3.8}}
+_BLOCK = {
+    "sparse": {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5},
+    "wide": {8: 1.6, 16: 1.8, 32: 2.0, 64: 3.8},
+    "v4": {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5},
+    "v41": {8: 1.25, 16: 1.35, 32: 1.6, 64: 2.5},
+}
 _COMBINE = {8: 0.5, 16: 1.5, 32: 3.0, 64: 3.0}
 
 

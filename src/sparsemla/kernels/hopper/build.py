@@ -22,6 +22,8 @@ from typing import Any
 
 SOURCES = ("gather", "kernel", "layout", "params", "ptx", "query", "records", "score", "value")
 """Modules whose text decides the machine code."""
+KINDS = ("sparse", "wide", "v4", "v41")
+"""Kinds of records, see `Layout`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Variant:
     """What makes one compiled kernel differ from another.
 
     Attributes:
-        kind: "sparse" for quantised records, "wide" for records of bf16.
+        kind: what records are, see `Layout`.
         heads: query heads a tile.
         rope: whether records carry rotary columns.
         cluster: CTAs that share a token.
@@ -93,17 +95,13 @@ def make_kernel(variant: Variant) -> Any:
     Raises:
         ValueError: no such kernel family.
     """
-    if variant.kind in ("sparse", "wide"):
-        from sparsemla.kernels.hopper.kernel import SparseKernel
+    if variant.kind not in KINDS:
+        raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are {', '.join(KINDS)}")
+    from sparsemla.kernels.hopper.kernel import SparseKernel
 
-        return SparseKernel(
-            heads=variant.heads,
-            rope=variant.rope,
-            cluster=variant.cluster,
-            wide=variant.kind == "wide",
-            trace=variant.trace,
-        )
-    raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are 'sparse' and 'wide'")
+    return SparseKernel(
+        heads=variant.heads, rope=variant.rope, cluster=variant.cluster, kind=variant.kind, trace=variant.trace
+    )
 
 
 def compile_variant(variant: Variant) -> Code:

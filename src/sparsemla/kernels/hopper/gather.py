@@ -63,19 +63,27 @@ class Gather(Records, Query):
 
     @cute.jit
     def address_of(self, p: Params, length: Int32, block: Int32, page: Int32, offset: Int32):
-        """Byte address of a record, 0 for "no key"."""
+        """Byte addresses of a record and of its scales where they lie elsewhere, 0 for "no key"."""
         address = Int64(0)
+        scales = Int64(0)
+        start = Int64(0)
+        size = p.block_size
         if block >= (length + (BLOCK - 1)) // BLOCK:
             if page >= 0:
-                address = p.extra_cache + Int64(page) * p.extra_page_stride + Int64(offset) * p.record_bytes
+                start = p.extra_cache + Int64(page) * p.extra_page_stride
+                size = p.extra_block
         elif (page >= 0) & (page < p.pages):
-            address = p.cache + Int64(page) * p.page_stride + Int64(offset) * p.record_bytes
-        return address
+            start = p.cache + Int64(page) * p.page_stride
+        if start != 0:
+            address = start + Int64(offset) * p.record_bytes
+            if cutlass.const_expr(self.scale_bytes > 0):
+                scales = start + Int64(size) * p.record_bytes + Int64(offset) * self.scale_bytes
+        return address, scales
 
     @cute.jit
-    def bring(self, base: Int32, slot: Int32, mine: Int64, lane: Int32, cache: Int64):
+    def bring(self, base: Int32, slot: Int32, mine: Int64, scales: Int64, lane: Int32, cache: Int64):
         """Starts the copies of 16 records into granule `slot` of the ring. `mine` is the address of record lane % 16,
-        0 for none.
+        0 for none, `scales` that of its scales where they lie elsewhere.
 
         Two engines share the work: the bulk copy engine takes whole records, a thread each, and the load pipe the
         rest, 512 bytes an
@@ -104,6 +112,12 @@ class Gather(Records, Query):
             if mine == 0:
                 source = cache
             self.copy(place, source, Int32(mine != 0), lane, 0)
+        if cutlass.const_expr(self.scale_bytes > 0):
+            if lane < GRANULE:
+                wanted = Int32(mine != 0)
+                if mine == 0:
+                    scales = cache
+                ptx.cp_async(place + lane * self.record_stride + self.record_bytes, scales, wanted, self.scale_bytes)
         arch.cp_async_mbarrier_arrive_noinc(full)
 
     @cute.jit
@@ -147,13 +161,13 @@ class Gather(Records, Query):
             n = Int32(0)
             while n < blocks:
                 slot = warp * self.depth + count % self.depth
-                address = self.address_of(p, length, block, page, offset)
+                address, scales = self.address_of(p, length, block, page, offset)
                 # The loads for later blocks start before anything is waited for: they have arrived when the loop
                 # comes round.
                 page, offset = self.find_page(p, request, length, block + self.cluster, raw)
                 raw = self.load_index(p, token, length, extra, block + 2 * self.cluster, mine)
                 arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (count // self.depth + 1) % 2)
-                self.bring(base, slot, address, lane, p.cache)
+                self.bring(base, slot, address, scales, lane, p.cache)
                 count = count + 1
                 block = block + self.cluster
                 n = n + 1

@@ -33,6 +33,8 @@ SLACK = 6.0
 NEG_INF = -float("inf")
 RAISE = 256.0
 """What P times a scale is multiplied with in f16, so that groups of small scales keep their digits."""
+KEY_RAISE_LOG2 = 6
+"""The same, as a power of two, for K times its scale where that is in f16: 448 times this is below 2^15."""
 LOWEST = -3.0e38
 """Running maximum before the first key: finite, so that no difference of two maxima is a NaN."""
 
@@ -41,18 +43,22 @@ class Layout:
     """Configuration and code of one variant.
 
     Args:
-        heads: rows of the query tile: 8, 16, 32 or, where records are quantised, 64.
-        rope: whether records carry 64 rotary columns.
-        wide: whether records are bf16 throughout (BF16), or e4m3 with four float32 scales (FP8_DS_MLA, FP8_NOPE).
+        heads: rows of the query tile: 8, 16, 32 or 64.
+        rope: whether records carry 64 bf16 rotary columns.
+        kind: what records are: "sparse": e4m3 with four float32 scales (FP8_DS_MLA, FP8_NOPE); "wide": bf16 throughout
+            (BF16); "v4" and "v41": e4m3 with e8m0 scales behind the page's data (FP8_V4, whose rotary columns are
+            values, too, and FP8_V41).
         cluster: CTAs that share a token, 1 to 16.
         trace: whether the first CTA reports the cycles of each phase.
     """
 
-    def __init__(self, *, heads: int, rope: bool, cluster: int, wide: bool = False, trace: bool = False) -> None:
+    def __init__(self, *, heads: int, rope: bool, cluster: int, kind: str = "sparse", trace: bool = False) -> None:
         self.trace = trace
         self.heads = heads
         self.rope = rope
-        self.wide = wide
+        self.kind = kind
+        self.wide = wide = kind == "wide"
+        self.fine = fine = kind in ("v4", "v41")
         self.cluster = cluster
         # Warpgroups a job. Two have half of the output's columns each. Where registers allow, two take the scores of
         # the blocks in turn.
@@ -62,29 +68,39 @@ class Layout:
         self.loaders = 4 * (self.valuers + self.scorers)
         # Groups of 128 columns of the output a value warpgroup has, and how many of them it loads at a time.
         self.parts = GROUPS // self.valuers
-        self.unit = 2 if heads < 32 and not wide else 1
+        self.unit = 2 if heads < 32 and kind == "sparse" else 1
         # Fragments of V^T, 64 columns each, that are multiplied together, and how many such batches there are.
         self.batch, self.batches = {8: (4, 2), 16: (4, 2), 32: (2, 2), 64: (1, 3)}[heads]
         # Below 64 heads P is small: it is kept four times, once for every group of columns, with the records' scales of
         # that group in it, and V enters the product as it is. With 64 heads V is scaled. Where records are bf16,
         # nothing is scaled, but P has to be bf16 like V, which is too coarse: it is kept as a sum of two.
-        self.copies = 2 if wide else 1 if heads == 64 else GROUPS
-        self.scaled_values = heads == 64 and not wide
+        self.copies = 2 if wide else 1 if heads == 64 or fine else GROUPS
+        self.scaled_values = fine or heads == 64 and not wide
+        # Rows of the table of scales for V, and how many of them a group of 128 columns has. V4's last row is its
+        # rotary columns' power of two, in bf16.
+        self.scale_rows, self.scale_rows_a_group = {"v4": (9, 2), "v41": (16, 4)}.get(kind, (GROUPS, 1))
         self.value_registers, self.score_registers, self.gather_registers = {
-            8: (96, 112, 56) if wide else (96, 104, 56),
-            16: (96, 120, 48) if wide else (96, 112, 56),
-            32: (120, 104, 32) if wide else (112, 112, 32),
+            8: (96, 104, 56) if kind == "sparse" else (96, 120, 48),
+            16: (96, 112, 56) if kind == "sparse" else (96, 120, 48),
+            32: (112, 112, 32) if kind == "sparse" else (120, 104, 32),
             64: (176, 136, 24),
         }[heads]
         # Sets of fragments of K, 64 columns each: one is filled while others are multiplied.
-        self.sets = 4 if heads < 32 else 2 if wide else 3
+        self.sets = {"sparse": {8: 4, 16: 4, 32: 3, 64: 3}, "wide": {8: 4, 16: 4, 32: 2, 64: 3}}.get(
+            kind, {8: 3, 16: 3, 32: 2, 64: 2}
+        )[heads]
         # Products of 16 columns started together. The warp stands still while products queue, so where they take long
         # few are started at a time and the next ones' fragments are filled in between.
         self.piece = 8 if heads == 8 else 4
-        # Bytes of a record, and what it takes in the ring: 16 more than a multiple of 128 (see `record_of`).
-        columns = LATENT + (ROPE if rope else 0)
-        self.record_bytes = 2 * columns if wide else columns + 16 + (ROPE if rope else 0)
-        self.record_stride = self.record_bytes + 16 if wide else self.record_bytes
+        # Bytes that lie together of a record, of scales that lie elsewhere, and what a record takes in the ring (see
+        # `record_of`). Blocks of 64 e4m3 columns.
+        rotary = ROPE * 2 if rope else 0
+        self.record_bytes, self.scale_bytes, self.record_stride, self.narrow_blocks = {
+            "sparse": (LATENT + 16 + rotary, 0, LATENT + 16 + rotary, 8),
+            "wide": (LATENT * 2 + rotary, 0, LATENT * 2 + rotary + 16, 0),
+            "v4": (448 + rotary, 8, 608, 7),
+            "v41": (LATENT, 16, LATENT + 16, 8),
+        }[kind]
         self.granule_bytes = GRANULE * self.record_stride
         # Records of a granule that the bulk copy engine brings.
         self.bulk = 8
@@ -98,7 +114,7 @@ class Layout:
 
         # Two buffers of P, so that scores run a block ahead of the output.
         self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
-        self.off_ratio = take(2 * GROUPS * BLOCK * 2 if self.scaled_values else 0)
+        self.off_ratio = take(2 * self.scale_rows * BLOCK * 2 if self.scaled_values else 0)
         self.off_decay = take(2 * heads * 4)
         self.off_max = take(heads * 4)
         self.off_ml = take(heads * 8)

@@ -186,6 +186,15 @@ def cp_async16(target: Any, address: Any, predicate: Any) -> None:
     )
 
 
+def cp_async(target: Any, address: Any, predicate: Any, size: int) -> None:
+    """The same for 4, 8 or 16 bytes."""
+    arch.inline_ptx(
+        f"{{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, {{$r2}}, 0; selp.b32 n, {size}, 0, p;"
+        f" cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, n; }}",
+        read_only_args=[target, address, predicate],
+    )
+
+
 def sts_i32(address: Any, value: Any) -> None:
     """Four bytes to shared memory."""
     arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
@@ -260,6 +269,46 @@ def rcp(x: Any) -> Any:
 def mul_f16x2(a: Any, b: Any) -> Any:
     """Two products of f16 in one word each."""
     return arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def mul_f16x2_by(a: Any, b: Any, half: int) -> Any:
+    """Both f16 of a word times one of another word: its lower (half 0) or upper one (1)."""
+    which = ("lo", "hi")[half]
+    return arch.inline_ptx(
+        "{ .reg .b16 lo, hi; .reg .b32 t; mov.b32 {lo, hi}, {$r1};"
+        f" mov.b32 t, {{{which}, {which}}};"
+        " mul.rn.f16x2 {$w0}, {$r0}, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+def mul_bf16x2(a: Any, b: Any) -> Any:
+    """Two products of bf16 in one word each."""
+    return arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition is not 0, else `b`: words."""
+    return arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[condition, a, b],
+    )
+
+
+def byte(word: Any, index: int) -> Any:
+    """One byte of a word as an integer."""
+    return arch.inline_ptx(
+        f"bfe.u32 {{$w0}}, {{$r0}}, {8 * index}, 8;", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
+def bytes_of(a: Any, b: Any, selector: Any) -> Any:
+    """Four bytes of eight, in the order that the selector's hexadecimal digits say (lowest first)."""
+    return arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, selector]
+    )
 
 
 def barrier_or(index: Any, threads: int, value: Any) -> Any:

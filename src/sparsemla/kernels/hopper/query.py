@@ -40,7 +40,11 @@ class Query(Layout):
                 chunk = lane % 16
                 here = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(chunk) * 16
                 for i in cutlass.range_constexpr(4):
-                    got = ptx.ldg128(here + i * 256, present)
+                    there_is = present
+                    if cutlass.const_expr(2 * i + 1 == self.narrow_blocks):  # V4: 448 columns
+                        if chunk >= 8:
+                            there_is = Int32(0)
+                    got = ptx.ldg128(here + i * 256, there_is)
                     for w in cutlass.range_constexpr(4):
                         words[t, i, w] = got[w]
                 if cutlass.const_expr(self.rope):
@@ -115,7 +119,7 @@ class Query(Layout):
             line = item - row * 9
             head = head0 + row
             address = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(line) * 128
-            if line == 8:
+            if line >= (self.narrow_blocks if self.fine else 8):
                 address = p.q_rope + Int64(token) * p.q_rope_token + Int64(head) * p.q_rope_head
             if (tile < p.tiles) & (row < self.heads) & (head < p.heads):
                 ptx.prefetch_l2(address)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from sparsemla.kernels.hopper import ptx
 from sparsemla.kernels.hopper.layout import GROUPS, Layout
@@ -24,13 +24,19 @@ class Records(Layout):
     def record_of(self, line: Any) -> Any:
         """Record of a granule that row `line` (0 to 7) of a fragment is; row line + 8 is eight records on.
 
-        Rows 2 q and 2 q + 1 are records q and q + 4. Eight lanes that read 16 bytes each of two such rows cover all
-        banks, and so do 32 lanes that read 4 bytes each of records 0 to 3 at the places of `column_of`.
+        Rows 2 q and 2 q + 1 are records q and q + 4, half of all banks apart: records are 16 bytes more than a multiple
+        of 128 apart. Eight lanes that read 16 bytes each of two such rows cover all banks, and so do 32 lanes that read
+        4 bytes each of records 0 to 3 at the places of `column_of`. V4's are 96 bytes more apart; rows of a pair are
+        two or six records apart then.
         """
+        if self.kind == "v4":
+            return line // 2 + line % 2 * (4 + (line // 2 + 2) % 4 - line // 2)
         return line // 2 + line % 2 * 4
 
     def column_of(self, quarter: Any, lane: Any) -> Any:
         """First of the four columns of a group of 128 that a lane of the quarter-th warp of a warpgroup has."""
+        if self.kind == "v4":  # no warp has e4m3 and rotary columns in one group
+            return quarter * 32 + lane // 4 * 4
         if self.wide:  # 16 lanes that read 8 bytes each of records 0 to 3 cover all banks
             return quarter * 8 + lane // 4 % 2 * 4 + lane // 8 % 2 * 32 + lane // 16 * 64
         return quarter * 16 + lane // 4 % 4 * 4 + lane // 16 * 64
@@ -52,18 +58,35 @@ class Records(Layout):
                 for w in range(4):
                     filled[4 * (2 * h + w // 2) + i + 2 * (w % 2)] = loaded[2 * i + h][w]
 
-    def latent_columns(self, place: Any, granule: int, part: int) -> list[Any]:
+    def latent_columns(self, places: list[Any], granule: int, part: int) -> list[Any]:
         """Four values of each of a thread's four records of a granule, in the order of its fragments' columns: one word
         of e4m3, two of bf16.
 
         Args:
-            place: its four columns of its first record in the ring's granule 0.
+            places: see `record_places`.
             granule: granule of the block.
             part: group of 128 columns.
         """
         at = granule * self.depth * self.granule_bytes + part * (256 if self.wide else 128)
-        places = [place + (at + i * 4 * self.record_stride) for i in range(4)]
-        return [ptx.lds_v2u32(p) if self.wide else ptx.lds_u32(p) for p in places]
+        return [(ptx.lds_v2u32 if self.wide else ptx.lds_u32)(p + at) for p in self.record_places(places)]
+
+    def record_places(self, places: list[Any]) -> list[Any]:
+        """Of a thread's four records: two places are given where their distance is not the same for all threads, and
+        two more are eight records on."""
+        step = self.record_stride
+        if self.kind == "v4":
+            return [places[0], places[1], places[0] + 8 * step, places[1] + 8 * step]
+        return [places[0] + i * 4 * step for i in range(4)]
+
+    def tail_columns(self, places: list[Any], granule: int) -> list[Any]:
+        """The same of V4's last group of columns, two words each: e4m3 in the first, or rotary columns in both.
+
+        Args:
+            places: see `record_places`.
+            granule: granule of the block.
+        """
+        at = granule * self.depth * self.granule_bytes
+        return [[ptx.lds_u32(p + at), ptx.lds_u32(p + (at + 4))] for p in self.record_places(places)]
 
     def transpose(self, words: list[Any], ratio: list[Any], pair: int, filled: Any) -> None:
         """Two of the four values of four records each to a fragment of V^T in f16, or in bf16.
@@ -79,6 +102,18 @@ class Records(Layout):
             values = ptx.e4m3x4_to_f16x4(ptx.interleave(words[2 * half], words[2 * half + 1], pair))
             for i in range(2):
                 filled[2 * half + i] = ptx.mul_f16x2(values[i], ratio[0][half]) if ratio else values[i]
+
+    def transpose_tail(self, words: list[Any], ratio: Any, pair: int, rotary: Any, filled: Any) -> None:
+        """`transpose` of what `tail_columns` loaded; `rotary`: whether this warp has rotary columns there."""
+        for half in range(2):
+            a, b = words[2 * half], words[2 * half + 1]
+            narrow = ptx.e4m3x4_to_f16x4(ptx.interleave(a[0], b[0], pair))
+            for i in range(2):
+                wide = ptx.mul_bf16x2(ptx.interleave_halves(a[pair], b[pair], i), ratio[half])
+                low, high = ptx.bits_to_f32(wide << 16), ptx.bits_to_f32(wide & Uint32(0xFFFF0000))
+                filled[2 * half + i] = ptx.select(
+                    rotary, ptx.pack_f16x2(low, high), ptx.mul_f16x2(narrow[i], ratio[half])
+                )
 
     def split_scale(self, s4: Any) -> tuple[Any, Any]:
         """Exponent of a record's largest scale (within what float32 can undo), and 2 to minus that exponent."""

@@ -42,8 +42,19 @@ class Value(Records, Query):
         words = [cute.recast_tensor(a, Uint32) for a in fragments]
         group0 = warp // 4 * self.parts
         column = group0 * 128 + self.column_of(warp % 4, lane)
-        mine = base + self.off_ring + column * (2 if self.wide else 1) + quad * self.record_stride
-        ratios = base + self.off_ratio + (group0 * 4 + quad) * (BLOCK // 4 * 2)
+        ring = base + self.off_ring + column * (2 if self.wide else 1)
+        mine = [ring + quad * self.record_stride, ring + (4 + (quad + 2) % 4) * self.record_stride]
+        # This thread's row of the table of scales, in its first group of columns.
+        row = group0 * self.scale_rows_a_group + self.column_of(warp % 4, lane) * self.scale_rows_a_group // 128
+        ratios = base + self.off_ratio + (row * 4 + quad) * (BLOCK // 4 * 2)
+        if cutlass.const_expr(self.kind == "v4"):
+            # The last 64 columns of V4's second half are its rotary ones: bf16, with a row of their own in the table.
+            rotary = Int32((group0 > 0) & (warp % 4 >= 2))
+            tail_shift = Int32(128)
+            tail_row = Int32(2)
+            if rotary != 0:
+                tail_shift = tail_shift + (column + 128 - 448)
+                tail_row = self.scale_rows - 1 - row
         factor = cute.make_rmem_tensor((heads // 4,), Float32)
         count = Int32(0)
         turn = Int32(0)
@@ -72,8 +83,13 @@ class Value(Records, Query):
                 stage = count % self.depth
                 around = (count // self.depth) % 2
                 buffer = count % 2
-                place = mine + stage * self.granule_bytes
-                table = ratios + buffer * (GROUPS * BLOCK * 2)
+                places = [place + stage * self.granule_bytes for place in mine]
+                table = ratios + buffer * (self.scale_rows * BLOCK * 2)
+                tables = [table + part * (self.scale_rows_a_group * BLOCK * 2) for part in range(self.parts)]
+                tails = places
+                if cutlass.const_expr(self.kind == "v4"):
+                    tails = [place + tail_shift for place in places]
+                    tables[1] = table + tail_row * (BLOCK * 2)
                 p_operands = []
                 for c in cutlass.range_constexpr(min(self.copies, self.parts)):
                     copy = buffer * self.copies + c
@@ -88,7 +104,7 @@ class Value(Records, Query):
                     )
                     p_operands.append(thread.make_fragment_B(thread.partition_B(s_p)))
                 arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, stage), around)
-                ahead = self.unit_columns(place, 0)
+                ahead = self.unit_columns(places, tails, 0)
                 arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), (count // 2) % 2)
                 self.mark(times, 1)
                 if ptx.lds_i32(base + self.off_flag + buffer * 4) != 0:
@@ -107,12 +123,15 @@ class Value(Records, Query):
                     scale: list[Any] = []
                     if cutlass.const_expr(self.scaled_values):
                         for i in cutlass.range_constexpr(self.unit):
-                            scale.append(ptx.lds_v2u32(table + (part0 + i) * (BLOCK * 2) + granule * 8))
+                            scale.append(ptx.lds_v2u32(tables[part0 + i] + granule * 8))
                     for f in cutlass.range_constexpr(2 * self.unit):
                         number = u * 2 * self.unit + f
                         if cutlass.const_expr(number % self.batch == 0 and number >= kept):
                             warpgroup.wait_group(self.batches - 1)  # this batch of fragments is free again
-                        self.transpose(ahead[f // 2], scale[f // 2 :], f % 2, words[number % kept])
+                        if cutlass.const_expr(self.kind == "v4" and part0 + f // 2 == 1):
+                            self.transpose_tail(ahead[f // 2], scale[f // 2], f % 2, rotary, words[number % kept])
+                        else:
+                            self.transpose(ahead[f // 2], scale[f // 2 :], f % 2, words[number % kept])
                         if cutlass.const_expr(f + 1 == 2 * self.unit):
                             if cutlass.const_expr((u + 1) % per_granule == 0):  # all of the granule is in registers
                                 arch.sync_warp()
@@ -123,7 +142,7 @@ class Value(Records, Query):
                                     next_slot = (granule + 1) * self.depth + stage
                                     arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, next_slot), around)
                             if cutlass.const_expr(u + 1 < 4 * per_granule):
-                                ahead = self.unit_columns(place, u + 1)
+                                ahead = self.unit_columns(places, tails, u + 1)
                         if cutlass.const_expr((number + 1) % self.batch == 0):
                             warpgroup.fence()
                             for i in cutlass.range_constexpr(self.batch):
@@ -173,11 +192,16 @@ class Value(Records, Query):
             tile = tile + step
         self.report(p, times, warp, tid % 32)
 
-    def unit_columns(self, place: Any, u: int) -> list[list[Any]]:
+    def unit_columns(self, places: list[Any], tails: list[Any], u: int) -> list[list[Any]]:
         """What this thread needs of unit u of a block: a granule's records, `unit` groups of columns of them."""
         per_granule = self.parts // self.unit
         granule, part0 = u // per_granule, u % per_granule * self.unit
-        return [self.latent_columns(place, granule, part0 + i) for i in range(self.unit)]
+        return [
+            self.tail_columns(tails, granule)
+            if self.kind == "v4" and part0 + i == 1
+            else self.latent_columns(places, granule, part0 + i)
+            for i in range(self.unit)
+        ]
 
     def own_head(self, slot: int, lane: Any) -> Any:
         """Row of the query tile that slot `slot` of this thread's heads is."""
