@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import struct
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +29,15 @@ PLAIN = SimpleNamespace(max=max, min=min, range_constexpr=range, const_expr=bool
 """What the kernel takes from `cutlass`, in Python."""
 
 
+def in_python(method: Any, module: ModuleType) -> Callable[..., Any]:
+    """A method of the kernel as it was written. To be called before anything is compiled: that replaces its code."""
+    return FunctionType(inspect.unwrap(method).__code__, vars(module))
+
+
+STORE_QUERY = in_python(SparseKernel.store_query, query)
+COPY = in_python(SparseKernel.copy, gather)
+
+
 def made(kind: str, heads: int, rope: bool, cluster: int = 1) -> SparseKernel:
     kernel: SparseKernel = build.make_kernel(build.Variant(kind, heads, rope, cluster))
     return kernel
@@ -38,11 +47,6 @@ def made(kind: str, heads: int, rope: bool, cluster: int = 1) -> SparseKernel:
 def kernel(request: pytest.FixtureRequest) -> SparseKernel:
     kind, rope = request.param.split("-")
     return made(kind, 16, rope == "rope")
-
-
-def in_python(method: Any) -> Callable[..., Any]:
-    """A method of the kernel as it was written, not compiled."""
-    return inspect.unwrap(method)
 
 
 def f32(bits: int) -> float:
@@ -133,7 +137,7 @@ def store_row(kernel: SparseKernel, row: int, bits: list[int], monkeypatch: pyte
             for w in range(4)
             for first in [(128 * i + 8 * lane + 2 * w) % len(bits)]
         }
-        in_python(SparseKernel.store_query)(kernel, SimpleNamespace(scale_log2=1.0), 0, row, lane, words, 0)
+        STORE_QUERY(kernel, SimpleNamespace(scale_log2=1.0), 0, row, lane, words, 0)
     return stored
 
 
@@ -275,7 +279,7 @@ def test_fragments_of_values_hold_the_columns_that_are_written(
         place = first * size + quad * kernel.record_stride
         for part in range(kernel.parts):
             for granule in range(2):
-                words = kernel.latent_columns(place, granule, part)
+                words = kernel.latent_columns([place], granule, part)
                 for pair in range(2):
                     registers: dict[int, tuple[int, int]] = {}
                     kernel.transpose(words, [], pair, registers)
@@ -308,7 +312,7 @@ def test_copies_bring_every_byte_of_a_granule_once(kernel: SparseKernel, monkeyp
     for start in (0, kernel.bulk):
         copied.clear()
         for lane in range(32):
-            in_python(SparseKernel.copy)(kernel, 0, sources, [1] * 16, lane, start)
+            COPY(kernel, 0, sources, [1] * 16, lane, start)
         assert copied == {
             record * kernel.record_stride + at: sources[record] + at
             for record in range(start, 16)

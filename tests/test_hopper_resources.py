@@ -135,9 +135,9 @@ def test_every_format_has_variants_in_the_table() -> None:
     for fmt, rope in served:
         for tile in hopper.TILE_HEADS:
             for cluster in hopper.CLUSTERS:
-                assert build.Variant(hopper.KINDS[fmt], tile, rope, cluster) in resources.VARIANTS
-    names = [variant.name for variant in resources.VARIANTS]
-    assert len(set(names)) == len(names) and set(names) == set(KNOWN)
+                variant = build.Variant(hopper.KINDS[fmt], tile, rope, cluster)
+                assert variant in resources.VARIANTS and variant.name in KNOWN
+    assert len({variant.name for variant in resources.VARIANTS}) == len(resources.VARIANTS)
 
 
 class _Loaded:
