@@ -24,9 +24,9 @@ from sparsemla.kernels.hopper.build import Variant, compile_variant
 
 VARIANTS: tuple[Variant, ...] = tuple(
     Variant(kind, heads, rope, cluster)
-    for kind in ("sparse", "wide")
+    for kind, ropes in (("sparse", (True, False)), ("wide", (True, False)), ("v4", (True,)), ("v41", (False,)))
     for heads in (8, 16, 32, 64)
-    for rope in (True, False)
+    for rope in ropes
     for cluster in (1, 2, 4, 8, 16)
 )
 """Every variant that `choose` can pick."""
