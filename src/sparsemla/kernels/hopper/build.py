@@ -36,6 +36,7 @@ class Variant:
         rope: whether records carry rotary columns.
         cluster: CTAs that share a token.
         trace: whether the first CTA reports the cycles of each phase.
+        checked: whether it is built for compute-sanitizer's racecheck, see `Layout`.
     """
 
     kind: str
@@ -43,11 +44,12 @@ class Variant:
     rope: bool
     cluster: int
     trace: bool = False
+    checked: bool = False
 
     @property
     def name(self) -> str:
         """Short and unique."""
-        tail = "_trace" if self.trace else ""
+        tail = ("_trace" if self.trace else "") + ("_checked" if self.checked else "")
         return f"{self.kind}_h{self.heads}_{'rope' if self.rope else 'norope'}_c{self.cluster}{tail}"
 
 
@@ -100,7 +102,12 @@ def make_kernel(variant: Variant) -> Any:
     from sparsemla.kernels.hopper.kernel import SparseKernel
 
     return SparseKernel(
-        heads=variant.heads, rope=variant.rope, cluster=variant.cluster, kind=variant.kind, trace=variant.trace
+        heads=variant.heads,
+        rope=variant.rope,
+        cluster=variant.cluster,
+        kind=variant.kind,
+        trace=variant.trace,
+        checked=variant.checked,
     )
 
 

@@ -57,17 +57,18 @@ class SparseKernel(Gather, Score, Value):
         rank = arch.block_idx()[0] % self.cluster
         first = arch.block_idx()[0] // self.cluster
         step = arch.grid_dim()[0] // self.cluster
+        each = 32 if self.checked else 1  # arrivals of a warp
         if tid == 0:
             for i in cutlass.range_constexpr(4 * self.depth):
                 arch.mbarrier_init(self._barrier(base, self.RAW_FULL, i), 33)
-                arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), 1 + 4 * self.valuers)
+                arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), (1 + 4 * self.valuers) * each)
             for i in cutlass.range_constexpr(2):
-                arch.mbarrier_init(self._barrier(base, self.P_FULL, i), 4)
-                arch.mbarrier_init(self._barrier(base, self.P_EMPTY, i), 4 * self.valuers)
-            arch.mbarrier_init(self._barrier(base, self.Q_FULL), 4 * self.valuers)
-            arch.mbarrier_init(self._barrier(base, self.ML_FULL), 4 * self.scorers)
-            arch.mbarrier_init(self._barrier(base, self.ML_EMPTY), 4 * self.valuers)
-            arch.mbarrier_init(self._barrier(base, self.TURN), 4)
+                arch.mbarrier_init(self._barrier(base, self.P_FULL, i), 4 * each)
+                arch.mbarrier_init(self._barrier(base, self.P_EMPTY, i), 4 * self.valuers * each)
+            arch.mbarrier_init(self._barrier(base, self.Q_FULL), 4 * self.valuers * each)
+            arch.mbarrier_init(self._barrier(base, self.ML_FULL), 4 * self.scorers * each)
+            arch.mbarrier_init(self._barrier(base, self.ML_EMPTY), 4 * self.valuers * each)
+            arch.mbarrier_init(self._barrier(base, self.TURN), 4 * each)
         arch.mbarrier_init_fence()
         arch.sync_threads()
         if warp < 4 * self.valuers:

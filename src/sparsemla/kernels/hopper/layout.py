@@ -50,10 +50,15 @@ class Layout:
             values, too, and FP8_V41).
         cluster: CTAs that share a token, 1 to 16.
         trace: whether the first CTA reports the cycles of each phase.
+        checked: whether every lane arrives at barriers itself: slower, for compute-sanitizer's racecheck only, which
+            does not follow the order through a warp's meeting to the one lane that arrives for it.
     """
 
-    def __init__(self, *, heads: int, rope: bool, cluster: int, kind: str = "sparse", trace: bool = False) -> None:
+    def __init__(
+        self, *, heads: int, rope: bool, cluster: int, kind: str = "sparse", trace: bool = False, checked: bool = False
+    ) -> None:
         self.trace = trace
+        self.checked = checked
         self.heads = heads
         self.rope = rope
         self.kind = kind
@@ -156,6 +161,16 @@ class Layout:
             arch.setmaxregister_increase(count)
         else:
             arch.setmaxregister_decrease(count)
+
+    @cute.jit
+    def signal(self, base: Int32, kind: cutlass.Constexpr, index: Int32, lane: Int32):
+        """A warp that is done with something arrives at an mbarrier: one lane for all, once all have met."""
+        if cutlass.const_expr(self.checked):
+            arch.mbarrier_arrive(self._barrier(base, kind, index))
+        else:
+            arch.sync_warp()
+            if lane == 0:
+                arch.mbarrier_arrive(self._barrier(base, kind, index))
 
     @cute.jit
     def mark(self, times: cute.Tensor, phase: cutlass.Constexpr):

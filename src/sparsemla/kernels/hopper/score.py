@@ -197,9 +197,7 @@ class Score(Records, Query):
                     for i in cutlass.range_constexpr(2):
                         s4 = ptx.lds_v4f32(scales + i * (8 * self.record_bytes))
                         ratio.append([s4[g] * (grow[i] * RAISE) for g in range(GROUPS)])
-                arch.sync_warp()
-                if lane == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.RAW_EMPTY, slot))
+                self.signal(base, self.RAW_EMPTY, slot, lane)
                 self.mark(times, 2)
                 if cutlass.const_expr(self.scorers > 1):  # the block before this one has left its maxima
                     arch.mbarrier_wait(self._barrier(base, self.TURN), (count + 1) % 2)
@@ -282,9 +280,7 @@ class Score(Records, Query):
                             ptx.sts_i32(base + self.off_flag + 8, count)
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
                 if cutlass.const_expr(self.scorers > 1):
-                    arch.sync_warp()
-                    if lane == 0:
-                        arch.mbarrier_arrive(self._barrier(base, self.TURN))
+                    self.signal(base, self.TURN, 0, lane)
                 for j in cutlass.range_constexpr(tiles_n):
                     for c in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(2):
@@ -334,9 +330,7 @@ class Score(Records, Query):
                 if (warp == 0) & (lane == 0):
                     ptx.sts_i32(base + self.off_flag + buffer * 4, flag)
                 arch.fence_view_async_shared()
-                arch.sync_warp()
-                if lane == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.P_FULL, buffer))
+                self.signal(base, self.P_FULL, buffer, lane)
                 self.mark(times, 5)
                 n = n + self.scorers
             before = before + blocks
@@ -378,8 +372,7 @@ class Score(Records, Query):
                         ptx.sts_v2f32(base + self.off_ml + (8 * j + 2 * (m3 % 4) + c) * 8, highs[2 * j + c], sums[c])
             # Nobody reduces anew before all has been read.
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
-            if lane == 0:
-                arch.mbarrier_arrive(self._barrier(base, self.ML_FULL))
+            self.signal(base, self.ML_FULL, 0, lane)
             self.mark(times, 6)
             turn = turn + 1
             tile = tile + step

@@ -73,9 +73,7 @@ class Value(Records, Query):
                 head0 = (tile - before * p.head_tiles) * heads
                 self.load_query(p, base, before, head0, warp, tid % 32, self.loaders)
                 arch.fence_view_async_shared()
-                arch.sync_warp()
-                if tid % 32 == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.Q_FULL))
+                self.signal(base, self.Q_FULL, 0, tid % 32)
             for out in outs:
                 out.fill(0.0)
             self.mark(times, 0)
@@ -134,10 +132,8 @@ class Value(Records, Query):
                             self.transpose(ahead[f // 2], scale[f // 2 :], f % 2, words[number % kept])
                         if cutlass.const_expr(f + 1 == 2 * self.unit):
                             if cutlass.const_expr((u + 1) % per_granule == 0):  # all of the granule is in registers
-                                arch.sync_warp()
-                                if ptx.opaque(tid) % 32 == 0:
-                                    done = granule * self.depth + stage
-                                    arch.mbarrier_arrive(self._barrier(base, self.RAW_EMPTY, done))
+                                done = granule * self.depth + stage
+                                self.signal(base, self.RAW_EMPTY, done, ptx.opaque(tid) % 32)
                                 if cutlass.const_expr(granule < 3):
                                     next_slot = (granule + 1) * self.depth + stage
                                     arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, next_slot), around)
@@ -154,9 +150,7 @@ class Value(Records, Query):
                             warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 left = left - 1
-                arch.sync_warp()
-                if ptx.opaque(tid) % 32 == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.P_EMPTY, buffer))
+                self.signal(base, self.P_EMPTY, buffer, ptx.opaque(tid) % 32)
                 count = count + 1
                 self.mark(times, 2)
             token = ptx.opaque(tile) // p.head_tiles
@@ -184,9 +178,7 @@ class Value(Records, Query):
                 arch.cluster_wait()
             else:
                 self.finish(p, base, m5, token, head0, outs)
-                arch.sync_warp()
-                if m5 % 32 == 0:
-                    arch.mbarrier_arrive(self._barrier(base, self.ML_EMPTY))
+                self.signal(base, self.ML_EMPTY, 0, m5 % 32)
             self.mark(times, 6)
             turn = turn + 1
             tile = tile + step
