@@ -8,10 +8,9 @@ addresses; what it must agree with is the order of operands in registers that th
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import struct
 from collections.abc import Callable
-from types import FunctionType, ModuleType, SimpleNamespace
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,44 +19,46 @@ import torch
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the CuTe DSL is not installed (extra `hopper`)", allow_module_level=True)
 
-from sparsemla.kernels.hopper import build, gather, ptx, query, score
+from hopper_lanes import (
+    ADDRESS_OF,
+    BANKS,
+    BRING,
+    COPY,
+    PLAIN,
+    Statements,
+    bf16x2,
+    f32,
+    made,
+    query_columns,
+    store_row,
+)
+from sparsemla.formats import KVFormat, record_layout
+from sparsemla.kernels.hopper import gather, ptx, score, value
 from sparsemla.kernels.hopper.kernel import SparseKernel
 from sparsemla.kernels.hopper.layout import SHARED_LIMIT
 
-BANKS = 32
-PLAIN = SimpleNamespace(max=max, min=min, range_constexpr=range, const_expr=bool)
-"""What the kernel takes from `cutlass`, in Python."""
+PLAIN_RECORDS = ["sparse-rope", "sparse-no rope", "wide-rope", "wide-no rope"]
+RECORDS = [*PLAIN_RECORDS, "v4-rope", "v41-no rope"]
 
 
-def in_python(method: Any, module: ModuleType) -> Callable[..., Any]:
-    """A method of the kernel as it was written. To be called before anything is compiled: that replaces its code."""
-    return FunctionType(inspect.unwrap(method).__code__, vars(module))
+def kernel_of(name: str, heads: int = 16, cluster: int = 1) -> SparseKernel:
+    kind, rope = name.split("-")
+    return made(kind, heads, rope == "rope", cluster)
 
 
-STORE_QUERY = in_python(SparseKernel.store_query, query)
-COPY = in_python(SparseKernel.copy, gather)
+VALUE_PLACES = Statements(SparseKernel.value, value, "mine = ")
+"""Where a value thread's first records lie."""
 
 
-def made(kind: str, heads: int, rope: bool, cluster: int = 1) -> SparseKernel:
-    kernel: SparseKernel = build.make_kernel(build.Variant(kind, heads, rope, cluster))
-    return kernel
-
-
-@pytest.fixture(params=["sparse-rope", "sparse-no rope", "wide-rope", "wide-no rope"])
+@pytest.fixture(params=RECORDS)
 def kernel(request: pytest.FixtureRequest) -> SparseKernel:
-    kind, rope = request.param.split("-")
-    return made(kind, 16, rope == "rope")
+    return kernel_of(request.param)
 
 
-def f32(bits: int) -> float:
-    value: float = struct.unpack("f", struct.pack("I", bits % 2**32))[0]
-    return value
-
-
-def bf16x2(low: float, high: float) -> int:
-    """Two floats to one word, as PTX's cvt.rn.bf16x2.f32."""
-    low_bits, high_bits = torch.tensor([low, high]).to(torch.bfloat16).view(torch.int16).tolist()
-    return (high_bits & 0xFFFF) << 16 | low_bits & 0xFFFF
+@pytest.fixture(params=PLAIN_RECORDS)
+def plain_kernel(request: pytest.FixtureRequest) -> SparseKernel:
+    """Of records whose scales are not taken up by K; test_hopper_scales.py has the others."""
+    return kernel_of(request.param)
 
 
 def test_rows_of_a_fragment_are_the_records_of_a_granule(kernel: SparseKernel) -> None:
@@ -65,10 +66,17 @@ def test_rows_of_a_fragment_are_the_records_of_a_granule(kernel: SparseKernel) -
 
 
 def test_both_products_agree_which_record_is_which(kernel: SparseKernel) -> None:
-    """Columns of V^T's fragment (2 q, 2 q + 1, 2 q + 8, 2 q + 9) are rows of K's: records q, q + 4, q + 8, q + 12."""
+    """Columns of V^T's fragment (2 q, 2 q + 1, 2 q + 8, 2 q + 9) are rows of K's: in most kinds records q, q + 4, q + 8
+    and q + 12."""
+    stride = kernel.record_stride
     for quad in range(4):
         rows = [kernel.record_of(2 * quad), kernel.record_of(2 * quad + 1)]
-        assert [*rows, *(row + 8 for row in rows)] == [quad + 4 * i for i in range(4)]
+        lane = 20 + quad
+        starts = VALUE_PLACES.run(kernel, ring=0, lane=lane, quad=quad).mine
+        places = kernel.record_places(starts)
+        assert places == [record * stride for record in (*rows, rows[0] + 8, rows[1] + 8)]
+        if kernel.kind != "v4":
+            assert rows == [quad, quad + 4]
 
 
 def test_lanes_have_every_column_of_a_group_once(kernel: SparseKernel) -> None:
@@ -77,17 +85,25 @@ def test_lanes_have_every_column_of_a_group_once(kernel: SparseKernel) -> None:
     assert all(kernel.column_of(1, 4 * 3 + quad) == kernel.column_of(1, 4 * 3) for quad in range(4))
 
 
+def test_no_warp_has_e4m3_and_rotary_columns_of_a_group() -> None:
+    """V4's last group: 448 - 384 columns of e4m3, then rotary ones."""
+    kernel = made("v4", 16, True)
+    for quarter in range(4):
+        assert {kernel.column_of(quarter, lane) + i >= 64 for lane in range(32) for i in range(4)} == {quarter >= 2}
+
+
 def test_value_reads_meet_no_bank_twice(kernel: SparseKernel) -> None:
-    """Of records 0 to 3 (lane % 4) 32 lanes read four bytes each, or 16 lanes at a time eight bytes of bf16."""
+    """32 lanes read four bytes each of four records, or 16 lanes at a time eight bytes of bf16."""
     size, together = (2, 16) if kernel.wide else (1, 32)
     for quarter in range(4):
         for start in range(0, 32, together):
-            words = [
-                (lane % 4 * kernel.record_stride + kernel.column_of(quarter, lane) * size) // 4 + i
-                for lane in range(start, start + together)
-                for i in range(size)
-            ]
-            assert len({word % BANKS for word in words}) == BANKS
+            lanes = []
+            for lane in range(start, start + together):
+                starts = VALUE_PLACES.run(kernel, ring=0, lane=lane, quad=lane % 4).mine
+                column = kernel.column_of(quarter, lane) * size
+                lanes.append([(place + column) // 4 for place in kernel.record_places(starts)])
+            for words in zip(*lanes, strict=True):
+                assert len({(word + i) % BANKS for word in words for i in range(size)}) == BANKS
 
 
 def test_score_reads_meet_no_bank_twice(kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +111,7 @@ def test_score_reads_meet_no_bank_twice(kernel: SparseKernel, monkeypatch: pytes
     monkeypatch.setattr(ptx, "lds128", lambda address: address)
     rotary = kernel.record_bytes - 128 if kernel.rope else 0
     reads: list[tuple[Callable[[int, int], list[Any]], int]] = [(kernel.wide_rows, rotary)]
-    for block in range(8):
+    for block in range(kernel.narrow_blocks or 8):
         reads.append((kernel.wide_rows, 128 * block) if kernel.wide else (kernel.latent_rows, block))
     for read, where in reads:
         for start in range(0, 32, 8):
@@ -105,69 +121,13 @@ def test_score_reads_meet_no_bank_twice(kernel: SparseKernel, monkeypatch: pytes
                 assert len({word % BANKS for word in words}) == BANKS
 
 
-def store_row(kernel: SparseKernel, row: int, bits: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """What the half-warp of one query row leaves in shared memory, by address: pairs of columns, and the factor."""
-    stored: dict[int, Any] = {}
-
-    def store(address: int, value: Any) -> None:
-        assert address not in stored
-        stored[address] = value
-
-    largest = max(value & 0x7FFF for value in bits)
-    monkeypatch.setattr(query, "cutlass", PLAIN)
-    monkeypatch.setattr(query, "arch", SimpleNamespace(shuffle_sync_bfly=lambda value, distance: largest))
-    for name, kind in (("Int32", int), ("Uint32", int), ("Float32", float)):
-        monkeypatch.setattr(query, name, kind)
-    fakes: dict[str, Any] = {
-        "max_u16x2": lambda a, b: max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF),
-        "bits_to_f32": f32,
-        "pack_f16x2": lambda low, high: ("f16", low, high),
-        "pack_bf16x2": lambda low, high: ("bf16", low, high),
-        "fmin": min,
-        "fmax": max,
-        "sts_i32": store,
-        "sts_f32": store,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(ptx, name, fake)
-    for lane in range(16):
-        words = {
-            (0, i, w): bits[first] | bits[first + 1] << 16
-            for i in range(5)
-            for w in range(4)
-            for first in [(128 * i + 8 * lane + 2 * w) % len(bits)]
-        }
-        STORE_QUERY(kernel, SimpleNamespace(scale_log2=1.0), 0, row, lane, words, 0)
-    return stored
-
-
-def query_columns(
-    kernel: SparseKernel, row: int, monkeypatch: pytest.MonkeyPatch
-) -> dict[int, tuple[str, tuple[int, int]]]:
-    """Of every even place along K of the query operand: the type there, and which columns of the query it holds."""
-    columns = 576 if kernel.rope else 512
-    bits = [0x3F80 + column for column in range(columns)]  # from 1.0 on, all different
-    stored = store_row(kernel, row, bits, monkeypatch)
-    factor = stored.pop(kernel.off_q_factor + row * 4)
-    names = {f32(value << 16): column for column, value in enumerate(bits)}
-    found = {}
-    for place in range(0, columns, 2):
-        # Rows of 128 bytes of an operand, swizzled: pieces of 16 bytes are exchanged by the row's lowest bits.
-        start = kernel.off_q + place // 64 * kernel.heads * 128 if place < 512 else kernel.off_q_rope
-        address = start + row * 128 + (place % 64 // 8 ^ row % 8) * 16 + place % 8 * 2
-        kind, *pair = stored.pop(address)
-        first, second = (names[value * factor] for value in pair)
-        found[place] = kind, (first, second)
-    assert not stored
-    return found
-
-
 @pytest.mark.parametrize("row", [0, 13])
 def test_fragments_of_keys_and_queries_agree_on_every_column(
-    kernel: SparseKernel, row: int, monkeypatch: pytest.MonkeyPatch
+    plain_kernel: SparseKernel, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fragment's register r of product k holds row line + 8 (r % 2), columns 16 k + 8 (r // 2) + 2 quad and the next
     (PTX: matrix A of wgmma.m64nNk16 in registers)."""
+    kernel = plain_kernel
     held = query_columns(kernel, row, monkeypatch)
     monkeypatch.setattr(ptx, "lds128", lambda address: [address + 4 * i for i in range(4)])
     monkeypatch.setattr(ptx, "e4m3x4_to_f16x4", lambda address: [address, address + 2])
@@ -200,11 +160,14 @@ def test_fragments_of_keys_and_queries_agree_on_every_column(
 
 def test_queries_are_scaled_by_a_power_of_two(kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     for exponent in (8, 60, 127, 200, 254):
+        latent = 448 if kernel.kind == "v4" else 512
         bits = [exponent << 7 | column % 128 for column in range(576)]
-        stored = store_row(kernel, 3, bits, monkeypatch)
+        stored = store_row(kernel, 3, bits[:latent], bits[512:], monkeypatch)
         factor = stored.pop(kernel.off_q_factor + 3 * 4)
         values = [value for _, *pair in stored.values() for value in pair]
-        assert min(values) == 128 and max(values) == 255
+        assert len(values) == (576 if kernel.rope else 512)
+        assert min(value for value in values if value) == 128 and max(values) == 255
+        assert values.count(0) == 512 - latent
         assert factor == min(f32(exponent << 23) / 128, 1e28)
 
 
@@ -262,10 +225,11 @@ def test_products_of_wide_records_overwrite_no_fragment_in_flight(
 
 
 def test_fragments_of_values_hold_the_columns_that_are_written(
-    kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch
+    plain_kernel: SparseKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Register r of a fragment of V^T holds row line + 8 (r % 2), an output column, and columns 2 quad + 8 (r // 2) and
     the next, which are rows of K's fragment."""
+    kernel = plain_kernel
     monkeypatch.setattr(ptx, "lds_u32", lambda address: address)
     monkeypatch.setattr(ptx, "lds_v2u32", lambda address: [address, address + 4])
     monkeypatch.setattr(ptx, "interleave_halves", lambda a, b, half: (a + 2 * half, b + 2 * half))
@@ -320,6 +284,104 @@ def test_copies_bring_every_byte_of_a_granule_once(kernel: SparseKernel, monkeyp
         }
 
 
+@pytest.mark.parametrize("missing", [[], [0, 5, 15]])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_granule_gets_every_byte_of_its_records_and_their_scales_once(
+    kind: str, missing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 records, of which some may be missing: nothing of those is read."""
+    kernel = kernel_of(kind)
+    copied: dict[int, int | None] = {}
+    expected: list[int] = []
+    pool = 2**40
+    records = [0 if i in missing else 2**20 * (16 - i) for i in range(16)]
+    scales = [0 if i in missing else 2**30 + kernel.scale_bytes * (16 - i) for i in range(16)]
+    present = [int(i not in missing) for i in range(16)]
+    now = 0
+
+    def shuffle(given: int, lane: int) -> int:
+        return present[lane] if given in (0, 1) else records[lane] or pool
+
+    def copy(to: int, source: int, wanted: int, size: int = 16) -> None:
+        assert to % min(size, 16) == source % min(size, 16) == 0
+        for at in range(0, size, 4):
+            assert to + at not in copied
+            copied[to + at] = source + at if wanted else None
+
+    def bulk(to: int, source: int, size: int, barrier: int) -> None:
+        if now == 0:  # one lane is elected
+            expected[0] -= size
+            copy(to, source, 1, size)
+
+    fakes: dict[str, Any] = {
+        "shuffle_sync": shuffle,
+        "vote_ballot_sync": lambda mine: -1 if not missing else sum(bit << i for i, bit in enumerate(present * 2)),
+        "mbarrier_arrive_and_expect_tx": lambda barrier, size: expected.append(size),
+        "mbarrier_arrive": lambda barrier: expected.append(0),
+        "sync_warp": lambda: None,
+        "elect_one": nullcontext,
+        "cp_async_mbarrier_arrive_noinc": lambda barrier: None,
+    }
+    monkeypatch.setattr(gather, "arch", SimpleNamespace(**fakes))
+    monkeypatch.setattr(gather, "cutlass", PLAIN)
+    for name in ("Int32", "Int64"):
+        monkeypatch.setattr(gather, name, int)
+    masks: list[int] = []
+    for name, fake in {
+        "cp_async16": copy,
+        "cp_async": copy,
+        "bulk_copy": bulk,
+        "opaque": int,
+        "sts_i32": lambda address, mask: masks.append(mask),
+    }.items():
+        monkeypatch.setattr(ptx, name, fake)
+    monkeypatch.setattr(kernel, "_barrier", lambda *args: 0)
+    monkeypatch.setattr(kernel, "copy", lambda *args: COPY(kernel, *args))
+    for now in range(32):
+        BRING(kernel, 0, 0, records[now % 16], scales[now % 16], now, pool)
+    assert expected == [0]  # one arrival of a lane, and as many bytes announced as the bulk copies bring
+    assert [mask & 0xFFFF for mask in masks] == [sum(bit << i for i, bit in enumerate(present))]
+    ring = kernel.off_ring
+    assert copied == {
+        ring + record * kernel.record_stride + at: None if record in missing else source + at - start
+        for record in range(16)
+        for start, size, source in (
+            (0, kernel.record_bytes, records[record]),
+            (kernel.record_bytes, kernel.scale_bytes, scales[record]),
+        )
+        for at in range(start, start + size, 4)
+    }
+
+
+@pytest.mark.parametrize("fmt", [KVFormat.FP8_V4, KVFormat.FP8_V41])
+def test_scales_are_found_behind_the_data_of_a_page(fmt: KVFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = record_layout(fmt)
+    kernel = made(fmt.value.removeprefix("fp8_"), 8, layout.d_rope > 0)
+    assert (kernel.record_bytes, kernel.scale_bytes) == (layout.data_bytes, layout.scale_bytes)
+    monkeypatch.setattr(gather, "cutlass", PLAIN)
+    for name in ("Int32", "Int64"):
+        monkeypatch.setattr(gather, name, int)
+    sizes = {"cache": 64, "extra_cache": 48}
+    starts = {"cache": 2**30, "extra_cache": 2**40}
+    p = SimpleNamespace(
+        **starts,
+        page_stride=layout.page_bytes(64) + 512,
+        extra_page_stride=layout.page_bytes(48),
+        block_size=64,
+        extra_block=48,
+        pages=10,
+        record_bytes=layout.data_bytes,
+    )
+    for name, block in (("cache", 1), ("extra_cache", 2)):  # two blocks of the cache, then those of the extra one
+        page = starts[name] + 7 * (p.page_stride if name == "cache" else p.extra_page_stride)
+        assert ADDRESS_OF(kernel, p, 65, block, 7, 5) == (
+            page + 5 * layout.data_bytes,
+            page + layout.scale_area_offset(sizes[name]) + 5 * layout.scale_bytes,
+        )
+        assert ADDRESS_OF(kernel, p, 65, block, -1, 5) == (0, 0)
+    assert ADDRESS_OF(kernel, p, 65, 1, 10, 5) == (0, 0)
+
+
 def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     """P of wide records: the sum of its two terms is as good as f16's 11 bits, and better."""
     kernel = made("wide", 8, True)
@@ -334,25 +396,25 @@ def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("rope", [True, False])
-@pytest.mark.parametrize("kind", ["sparse", "wide"])
-def test_rooms_of_shared_memory_do_not_overlap(heads: int, rope: bool, kind: str) -> None:
-    kernel = made(kind, heads, rope, cluster=16)
-    wide = kind == "wide"
+@pytest.mark.parametrize("name", RECORDS)
+def test_rooms_of_shared_memory_do_not_overlap(heads: int, name: str) -> None:
+    kernel = kernel_of(name, heads, cluster=16)
+    wide, rope = kernel.wide, kernel.rope
     starts = sorted(value for name, value in vars(kernel).items() if name.startswith("off_") and name != "off_partial")
     assert starts[0] == 0 and kernel.off_ring == starts[-1]
     # Blocks in flight. With one, 64 heads of bf16 wait for each block.
     assert kernel.depth >= (1 if heads == 64 else 2) if wide else kernel.depth >= 3
     assert kernel.off_ring + 4 * kernel.depth * kernel.granule_bytes <= kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.granule_bytes == 16 * kernel.record_stride and kernel.record_bytes % 16 == 0
-    assert kernel.record_bytes <= kernel.record_stride and kernel.record_stride % 128 == 16
+    assert kernel.record_bytes + kernel.scale_bytes <= kernel.record_stride
+    assert kernel.record_stride % 128 == (96 if kernel.kind == "v4" else 16)
     assert kernel.off_barriers + (8 * kernel.depth + 8) * 8 <= kernel.off_mask
     assert kernel.off_mask + 4 * kernel.depth * 4 <= kernel.off_q
     assert kernel.off_q + heads * 512 * 2 <= kernel.off_q_rope <= kernel.off_ring - (heads * 128 if rope else 0)
     assert kernel.off_ml + heads * 8 <= kernel.off_reduce and kernel.off_p + 2 * kernel.copies * heads * 128 <= min(
         start for start in starts if start > kernel.off_p
     )
-    assert kernel.off_ratio + (2 * 4 * 64 * 2 if kernel.scaled_values else 0) <= kernel.off_decay
+    assert kernel.off_ratio + (2 * kernel.scale_rows * 64 * 2 if kernel.scaled_values else 0) <= kernel.off_decay
     # What the other CTAs of a cluster read lies outside of the partial outputs.
     assert max(kernel.off_ml, kernel.off_p) < kernel.off_partial == kernel.off_q
     # The weights of 16 CTAs go over P.

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from generators import random_call
-from sparsemla.formats import KVFormat
+from sparsemla.formats import KVFormat, record_layout
 from sparsemla.kernels.call import AttentionCall
 
 TABLE = Path(__file__).parent / "data" / "hopper_resources.json"
@@ -28,6 +28,18 @@ if importlib.util.find_spec("cutlass") is None:
 
 from sparsemla.kernels import hopper  # noqa: E402
 from sparsemla.kernels.hopper import build, params, resources  # noqa: E402
+
+ROPES = {"sparse": (True, False), "wide": (True, False), "v4": (True,), "v41": (False,)}
+"""Kinds of records, and whether they have rotary columns apart from the others."""
+SERVED = [
+    (KVFormat.FP8_DS_MLA, 576, "sparse"),
+    (KVFormat.FP8_NOPE, 512, "sparse"),
+    (KVFormat.BF16, 576, "wide"),
+    (KVFormat.BF16, 512, "wide"),
+    (KVFormat.FP8_V4, 512, "v4"),
+    (KVFormat.FP8_V41, 512, "v41"),
+]
+"""Formats, columns of the query, and kind."""
 
 
 def test_every_variant_stays_within_the_committed_table() -> None:
@@ -85,18 +97,18 @@ def test_arguments_are_laid_out_in_the_order_of_the_fields() -> None:
 
 @pytest.mark.parametrize("heads", [1, 7, 8, 9, 16, 33, 64, 65, 128])
 @pytest.mark.parametrize("rows", [1, 2, 8, 64, 128, 160, 8192, 2**20 + 3])
-@pytest.mark.parametrize("kind", ["sparse", "wide"])
+@pytest.mark.parametrize("kind", list(ROPES))
 def test_choose_covers_the_heads_and_fits_the_device(rows: int, heads: int, kind: str) -> None:
     tile, cluster = hopper.choose(rows, heads, 32, 132, kind=kind)
-    assert build.Variant(kind, tile, True, cluster) in resources.VARIANTS
-    assert build.Variant(kind, tile, False, cluster) in resources.VARIANTS
+    for rope in ROPES[kind]:
+        assert build.Variant(kind, tile, rope, cluster) in resources.VARIANTS
     assert tile == 8 or tile < 2 * heads  # no more than half a tile of unused heads beyond the smallest
     if rows >= 132:
         assert cluster <= 2
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 128])
-@pytest.mark.parametrize("kind", ["sparse", "wide"])
+@pytest.mark.parametrize("kind", list(ROPES))
 def test_an_unsplit_row_is_served_alike_in_every_batch(heads: int, kind: str) -> None:
     picks = {hopper.choose(rows, heads, 32, 132, kind=kind, split=False) for rows in (1, 2, 100, 8192)}
     assert len(picks) == 1
@@ -104,16 +116,18 @@ def test_an_unsplit_row_is_served_alike_in_every_batch(heads: int, kind: str) ->
 
 
 @pytest.mark.parametrize("heads", [1, 8, 20, 128])
-@pytest.mark.parametrize("kind", ["sparse", "wide"])
-def test_prepare_loads_whatever_choose_can_pick(heads: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "rope"), [(kind, rope) for kind, ropes in ROPES.items() for rope in ropes])
+def test_prepare_loads_whatever_choose_can_pick(
+    heads: int, kind: str, rope: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: set[build.Variant] = set()
     monkeypatch.setattr(hopper, "load", lambda variant, index: loaded.add(variant))
-    assert set(hopper.prepare(heads, kind=kind, device=0)) == loaded <= set(resources.VARIANTS)
+    assert set(hopper.prepare(heads, kind=kind, rope=rope, device=0)) == loaded <= set(resources.VARIANTS)
     for rows in (1, 2, 3, 8, 31, 64, 128, 160, 1000, 8192):
         for blocks in (0, 1, 2, 32, 100):
             for split in (True, False):
                 tile, cluster = hopper.choose(rows, heads, blocks, 132, kind=kind, split=split)
-                assert build.Variant(kind, tile, True, cluster) in loaded
+                assert build.Variant(kind, tile, rope, cluster) in loaded
 
 
 @pytest.mark.parametrize("heads", [0, 129])
@@ -124,18 +138,20 @@ def test_prepare_refuses_head_counts_that_no_call_has(heads: int) -> None:
 
 def test_prepare_refuses_records_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "load", lambda variant, index: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="kind: got 'narrow', accepted are 'sparse', 'wide'"):
+    with pytest.raises(ValueError, match="kind: got 'narrow', accepted are 'sparse', 'wide', 'v4', 'v41'"):
         hopper.prepare(8, kind="narrow", device=0)
     with pytest.raises(ValueError, match="kind: got 'narrow', accepted are "):
         build.make_kernel(build.Variant("narrow", 8, True, 1))
 
 
 def test_every_format_has_variants_in_the_table() -> None:
-    served = [(KVFormat.FP8_DS_MLA, True), (KVFormat.FP8_NOPE, False), (KVFormat.BF16, True), (KVFormat.BF16, False)]
-    for fmt, rope in served:
+    assert {fmt for fmt, _, _ in SERVED} == set(hopper.KINDS) == set(KVFormat)
+    for fmt, d_qk, kind in SERVED:
+        rope = record_layout(fmt, d_qk).d_rope > 0
+        assert hopper.KINDS[fmt] == kind and rope in ROPES[kind]
         for tile in hopper.TILE_HEADS:
             for cluster in hopper.CLUSTERS:
-                variant = build.Variant(hopper.KINDS[fmt], tile, rope, cluster)
+                variant = build.Variant(kind, tile, rope, cluster)
                 assert variant in resources.VARIANTS and variant.name in KNOWN
     assert len({variant.name for variant in resources.VARIANTS}) == len(resources.VARIANTS)
 
@@ -153,15 +169,7 @@ class _Loaded:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(16, 16), (8, 8), (1, 1)])
-@pytest.mark.parametrize(
-    ("fmt", "d_qk", "kind"),
-    [
-        (KVFormat.FP8_DS_MLA, 576, "sparse"),
-        (KVFormat.FP8_NOPE, 512, "sparse"),
-        (KVFormat.BF16, 576, "wide"),
-        (KVFormat.BF16, 512, "wide"),
-    ],
-)
+@pytest.mark.parametrize(("fmt", "d_qk", "kind"), SERVED)
 def test_a_device_without_large_clusters_gets_smaller_ones(
     limit: int, expected: int, fmt: KVFormat, d_qk: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,4 +181,4 @@ def test_a_device_without_large_clusters_gets_smaller_ones(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     hopper.run(checked)
-    assert launched == [(build.Variant(kind, 8, d_qk == 576, expected), 1)]
+    assert launched == [(build.Variant(kind, 8, record_layout(fmt, d_qk).d_rope > 0, expected), 1)]
