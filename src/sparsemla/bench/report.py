@@ -291,11 +291,31 @@ def quotable(command: Sequence[str]) -> str:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes the whole file or leaves the one that is there: a run may be ended at any moment."""
+    """Writes the whole file or leaves the one that is there: a run may be ended at any moment.
+
+    Numbers keep five digits, which is more than any measurement has; of a list (the rows) each element is a line.
+    """
+    lines = ",\n".join(f" {json.dumps(name)}: {_lines(_five_digits(value))}" for name, value in document.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     beside.replace(path)
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+    return json.dumps(value)
+
+
+def _five_digits(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _five_digits(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_five_digits(item) for item in value]
+    return value
 
 
 def human_bytes(nbytes: int | None) -> str:
