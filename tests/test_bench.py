@@ -460,7 +460,7 @@ def test_prefill_counts_the_copy_the_bf16_peer_needs() -> None:
 
 
 def alike(read: Any, written: Any) -> None:
-    """The same, numbers to five digits."""
+    """The same, numbers to what quotients of five digits keep."""
     if isinstance(written, dict):
         assert read.keys() == written.keys()
         for name in written:
@@ -470,7 +470,7 @@ def alike(read: Any, written: Any) -> None:
         for got, given in zip(read, written, strict=True):
             alike(got, given)
     else:
-        assert read == (pytest.approx(written, rel=5e-5) if isinstance(written, float) else written)
+        assert read == (pytest.approx(written, rel=2e-4) if isinstance(written, float) else written)
 
 
 def test_results_survive_the_file(tmp_path: Path) -> None:

@@ -88,19 +88,18 @@ def block(kernel: SparseKernel, stage: int, case: str) -> Block:
     """Random records: `case` is what all exponents are near to, or "far", or "rotary" (V4's large beside e4m3)."""
     rng = random.Random(case)
     shared = Shared(kernel.shared_bytes)
-    base = {"far": 127, "rotary": 100}.get(case) or int(case)
-    spread = 45 if case == "far" else 12
+    base = {"far": 240, "rotary": 100}.get(case) or int(case)
     columns = 64 * kernel.narrow_blocks
+    count = columns // 64 * (2 if kernel.kind == "v41" else 1)
     finite = [code for code in range(256) if code & 0x7F != 0x7F and (base != 254 or abs(E4M3[code]) <= 4)]
-    block = Block(shared, [], [], [])
+    data = Block(shared, [], [], [])
     for record in range(64):
         codes = rng.choices(finite, k=columns)
-        # In turn: the largest scale at any place, or all near the limits of the type.
-        scales = [min(max(base - rng.randrange(spread), 0), 254) for _ in range(columns // (512 // 16 * 2))]
-        if kernel.kind == "v41":
-            scales += [min(max(base - rng.randrange(spread), 0), 254) for _ in scales]
-        scales[record % len(scales)] = base
-        group = columns // len(scales)
+        # The largest is at every place in turn. "far": some need f16's last digits, and others lie far below.
+        spread = rng.choice((45, 241)) if case == "far" else 12
+        scales = [min(max(base - rng.randrange(spread), 0), 254) for _ in range(count)]
+        scales[record % count] = base
+        group = columns // count
         values = [E4M3[code] * 2.0 ** (scales[i // group] - 127) for i, code in enumerate(codes)]
         raw = bytes(codes)
         if kernel.rope:
@@ -114,11 +113,11 @@ def block(kernel: SparseKernel, stage: int, case: str) -> Block:
         at = kernel.off_ring + (record // 16 * kernel.depth + stage) * kernel.granule_bytes
         at += record % 16 * kernel.record_stride
         shared.bytes[at : at + len(raw)] = raw
-        shared.bytes[at + kernel.record_bytes : at + kernel.record_bytes + len(scales)] = bytes(scales)
-        block.scales.append(scales)
-        block.values.append(values)
-        block.codes.append([E4M3[code] for code in codes])
-    return block
+        shared.bytes[at + kernel.record_bytes : at + kernel.record_bytes + count] = bytes(scales)
+        data.scales.append(scales)
+        data.values.append(values)
+        data.codes.append([E4M3[code] for code in codes])
+    return data
 
 
 class Fragment(dict[int, int]):
@@ -155,18 +154,17 @@ class Products:
         assert x is out
         held, k = fragment
         self.started.append((unit.kind, [held[4 * k + r] for r in range(4)], query, unit.accumulate))
+        held.busy = True
         self.open.append(held)
 
     def commit_group(self) -> None:
-        for held in self.open:
-            held.busy = True
         self.groups.append(self.open)
         self.open = []
 
     def wait_group(self, pending: int) -> None:
         while len(self.groups) > pending:
             for held in self.groups.pop(0):
-                held.busy = any(held in group for group in self.groups)
+                held.busy = any(held is other for group in self.groups for other in group)
 
 
 class Places:
