@@ -479,9 +479,6 @@ def test_results_survive_the_file(tmp_path: Path) -> None:
     report.write_json(path, results.to_json())
     read = report.Results.from_json(json.loads(path.read_text(encoding="utf-8")))
     alike(read.to_json(), results.to_json())
-    first = path.read_text(encoding="utf-8")
-    report.write_json(path, read.to_json())  # five digits stay as they are
-    assert path.read_text(encoding="utf-8") == first
     assert [p.name for p in path.parent.iterdir()] == ["details.json"]
     with pytest.raises(ValueError, match="schema"):
         report.Results.from_json({"schema": 0})
