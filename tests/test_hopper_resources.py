@@ -116,13 +116,14 @@ def test_an_unsplit_row_is_served_alike_in_every_batch(heads: int, kind: str) ->
 
 
 @pytest.mark.parametrize("heads", [1, 8, 20, 128])
-@pytest.mark.parametrize(("kind", "rope"), [(kind, rope) for kind, ropes in ROPES.items() for rope in ropes])
+@pytest.mark.parametrize(("fmt", "d_qk", "kind"), SERVED)
 def test_prepare_loads_whatever_choose_can_pick(
-    heads: int, kind: str, rope: bool, monkeypatch: pytest.MonkeyPatch
+    heads: int, fmt: KVFormat, d_qk: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rope = record_layout(fmt, d_qk).d_rope > 0
     loaded: set[build.Variant] = set()
     monkeypatch.setattr(hopper, "load", lambda variant, index: loaded.add(variant))
-    assert set(hopper.prepare(heads, kind=kind, rope=rope, device=0)) == loaded <= set(resources.VARIANTS)
+    assert set(hopper.prepare(heads, cache_format=fmt, d_qk=d_qk, device=0)) == loaded <= set(resources.VARIANTS)
     for rows in (1, 2, 3, 8, 31, 64, 128, 160, 1000, 8192):
         for blocks in (0, 1, 2, 32, 100):
             for split in (True, False):
@@ -138,8 +139,10 @@ def test_prepare_refuses_head_counts_that_no_call_has(heads: int) -> None:
 
 def test_prepare_refuses_records_that_no_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "load", lambda variant, index: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="kind: got 'narrow', accepted are 'sparse', 'wide', 'v4', 'v41'"):
-        hopper.prepare(8, kind="narrow", device=0)
+    with pytest.raises(ValueError, match="format: got 'narrow', accepted are bf16, fp8_ds_mla"):
+        hopper.prepare(8, cache_format="narrow", device=0)
+    with pytest.raises(ValueError, match="d_qk: got 512 for format fp8_ds_mla"):
+        hopper.prepare(8, d_qk=512, device=0)
     with pytest.raises(ValueError, match="kind: got 'narrow', accepted are "):
         build.make_kernel(build.Variant("narrow", 8, True, 1))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsemla.formats import KVFormat
+from sparsemla.formats import KVFormat, record_layout
 from sparsemla.kernels.hopper.build import Variant
 from sparsemla.kernels.hopper.launch import Loaded, load
 from sparsemla.kernels.hopper.params import Arguments, magic
@@ -111,27 +111,32 @@ def choose(
     )
 
 
-def prepare(heads: int, *, kind: str = "sparse", rope: bool = True, device: int | None = None) -> list[Variant]:
+def prepare(
+    heads: int,
+    *,
+    cache_format: KVFormat | str = KVFormat.FP8_DS_MLA,
+    d_qk: int | None = None,
+    device: int | None = None,
+) -> list[Variant]:
     """Compiles (where they are not on disk) and loads every variant that calls with this many heads can need.
 
     An engine that captures CUDA graphs for many batch sizes calls it once at start: a variant that is first needed
-    inside a capture
-    cannot be loaded there.
+    inside a capture cannot be loaded there.
 
     Args:
         heads: query heads of the calls, 1 to 128.
-        kind: of `KINDS`, for the cache's format.
-        rope: whether the cache's records have rotary columns.
+        cache_format: of the cache, a KVFormat or its name.
+        d_qk: columns of its records, where the format leaves a choice (BF16: 576, the default, or 512).
         device: CUDA device index, the current one by default.
 
     Raises:
-        ValueError: heads outside 1 to 128, or no such kind.
+        ValueError: heads outside 1 to 128, an unknown format, or a width that it does not have.
         RuntimeError: the driver refused a kernel.
     """
     if not 1 <= heads <= 128:
         raise ValueError(f"heads: got {heads}, accepted are 1 to 128")
-    if kind not in _BLOCK:
-        raise ValueError(f"kind: got {kind!r}, accepted are {', '.join(map(repr, _BLOCK))}")
+    layout = record_layout(cache_format, d_qk)
+    kind, rope = KINDS[layout.format], layout.d_rope > 0
     index = torch.cuda.current_device() if device is None else device
     variants = [
         Variant(kind, tile, rope, cluster)

@@ -88,8 +88,7 @@ def load(variant: Variant, device_index: int) -> Loaded:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"kernel {variant.name} is first needed inside a graph capture: run the call once before, or load every "
-            "variant of a head count with sparsemla.kernels.hopper.prepare(heads, kind="
-            f"{variant.kind!r}, rope={variant.rope})"
+            "variant of a head count with sparsemla.kernels.hopper.prepare(heads, cache_format=..., d_qk=...)"
         )
     code = load_code(variant)
     with torch.cuda.device(device_index):
