@@ -523,6 +523,21 @@ def test_pictures(tmp_path: Path) -> None:
             draw(invented(), tmp_path / "nowhere" / "picture.png")
 
 
+def test_the_slowest_case_has_a_bar() -> None:
+    from matplotlib.figure import Figure
+
+    rows = [row for row in invented().rows if row.format == "fp8_ds_mla" and row.pool == 32768 and row.ratio]
+    timing = rows[0].ours.timing
+    assert timing is not None
+    slow = dataclasses.replace(timing, median_us=20 * timing.median_us)
+    rows[0] = dataclasses.replace(rows[0], ours=dataclasses.replace(rows[0].ours, timing=slow))
+    axis = Figure().add_subplot()
+    plot._draw_speedups(axis, "fp8_ds_mla", 32768, rows)
+    least = min(row.ratio for row in rows if row.ratio is not None)
+    assert least < 0.2 and axis.get_ylim()[0] < least
+    assert all(axis.get_ylim()[0] < float(text.get_position()[1]) < least * 1.1 for text in axis.texts)
+
+
 # Figures in documents
 
 

@@ -67,7 +67,7 @@ def speedups(results: Results, target: Path) -> None:
     figure.suptitle(
         f"Sparse MLA attention on {results.gpu or 'a CPU'}: times faster than the fastest peer", fontsize=12
     )
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=100)
     pyplot.close(figure)
 
 
@@ -84,13 +84,14 @@ def _draw_speedups(axis: Any, fmt: str, pool: int, rows: Sequence[Row]) -> None:
         return label if fresh else "_"
 
     highest = 1.0
+    floor = min(0.5, 0.75 * min(row.ratio for row in rows if row.ratio))  # the smallest bar is one, too
     for row in rows:
         place = batches.index(row.rows) + (heads.index(row.heads) - (len(heads) - 1) / 2) * width
         ratio, best = row.ratio or 0.0, row.best
         colour = colours[heads.index(row.heads)]
         axis.bar(place, ratio, width * 0.92, color=colour, label=once(f"{row.heads} heads"), zorder=2)
         ink = "white" if colours.index(colour) >= len(colours) - 2 else "black"
-        axis.text(place, 0.52, f"{ratio:.2f}", ha="center", va="bottom", fontsize=6, color=ink, zorder=5)
+        axis.text(place, 1.04 * floor, f"{ratio:.2f}", ha="center", va="bottom", fontsize=6, color=ink, zorder=5)
         if best is not None and best.us is not None:
             allowed = best.us / row.bound_us
             line = [place - width * 0.46, place + width * 0.46]
@@ -104,8 +105,9 @@ def _draw_speedups(axis: Any, fmt: str, pool: int, rows: Sequence[Row]) -> None:
             highest = max(highest, row.ratio_flashmla)
     axis.axhline(1, color="#444444", linewidth=1, linestyle="--", zorder=1)
     axis.set_yscale("log")
-    axis.set_ylim(0.5, max(4.0, min(highest * 1.5, 64.0)))
-    ticks = [tick for tick in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 16, 32, 64) if tick <= axis.get_ylim()[1]]
+    axis.set_ylim(floor, max(4.0, min(highest * 1.5, 64.0)))
+    known = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 16, 32, 64)
+    ticks = [tick for tick in known if floor <= tick <= axis.get_ylim()[1]]
     axis.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
     axis.minorticks_off()
     axis.set_xticks(range(len(batches)), [f"T = {batch.label.replace('x', ' × ')}" for batch in batches])
@@ -135,7 +137,7 @@ def roofline(results: Results, target: Path) -> None:
         _draw_roofline(axis, results, [row for row in results.rows if row.pool == pool])
         axis.set_title(f"pool of {count_label(pool)} records", loc="left", fontsize=10)
     figure.suptitle(f"Sparse MLA attention on {results.gpu or 'a CPU'}, under its measured floors", fontsize=12)
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=100)
     pyplot.close(figure)
 
 

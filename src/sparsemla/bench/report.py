@@ -49,6 +49,11 @@ class Entry:
     transient_bytes: int | None = None
     note: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not left at their default."""
+        left = {f.name: f.default for f in dataclasses.fields(self)}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != left[name]}
+
     @property
     def us(self) -> float | None:
         """Median microseconds a call."""
@@ -126,10 +131,12 @@ class Row:
         return _over(self.bound_us, self.ours.us)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, and what follows from them."""
+        """Every field, and what follows from them; of an entry what it does not leave at its default."""
         follows = ("ratio", "ratio_flashmla", "ratio_prefill", "of_floor")
         best = None if self.best is None else self.best.name
-        return {**dataclasses.asdict(self), "best_peer": best, **{name: getattr(self, name) for name in follows}}
+        entries = {"ours": self.ours.to_json(), "peers": [peer.to_json() for peer in self.peers]}
+        derived = {name: getattr(self, name) for name in follows}
+        return {**dataclasses.asdict(self), **entries, "best_peer": best, **derived}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
@@ -143,7 +150,7 @@ def _over(other: float | None, ours: float | None) -> float | None:
 
 
 def _entry(data: dict[str, Any]) -> Entry:
-    timing = data["timing"]
+    timing = data.get("timing")
     return Entry(**{**data, "timing": None if timing is None else Timing(**timing)})
 
 
@@ -304,7 +311,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def _lines(value: Any) -> str:
     if isinstance(value, list) and value:
-        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return "[\n  " + ",\n  ".join(json.dumps(item, separators=(",", ":")) for item in value) + "\n ]"
     return json.dumps(value)
 
 
