@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse MLA attention over quantised records, for a tile of 8, 16, 32 or 64 heads. One CTA an SM, four or five
-warpgroups, one job each.
+"""Sparse MLA attention over records of any cache format, for a tile of 8, 16, 32 or 64 heads. One CTA an SM, four or
+five warpgroups, one job each. What follows is said of FP8_DS_MLA; the other kinds differ in what is scaled (below).
 
 gather   brings records as they are into a ring in shared memory, 16 records a warp and turn.
 score    (one warpgroup, or two in turn) reads them as matrix fragments (e4m3 to f16, exact) and multiplies them from
@@ -16,6 +16,9 @@ and so does the one that brings a query row into f16's range: nothing depends on
 
 The running maximum of the softmax moves only where a block exceeds it by more than 2^6: then, rarely, the output is
 rescaled. Everywhere else a block needs no reduction over records at all, only a vote.
+
+V4 and V4.1: scales are powers of two, which K takes up in f16 exactly, so S needs no multiplication between groups;
+V is scaled at every head count. BF16: both products are bf16 and nothing is scaled; P is a sum of two bf16.
 
 A token can be cut over the CTAs of a cluster. They leave their partial outputs in their own shared memory and every
 CTA combines a slice of the output from all of them through distributed shared memory: nothing is written to global

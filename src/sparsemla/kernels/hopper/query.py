@@ -27,8 +27,8 @@ class Query(Layout):
         lane: Int32,
         warps: cutlass.Constexpr,
     ):
-        """Half a warp a head: brings the row into f16's range by a power of two and stores it in the column order of
-        the fragments of K."""
+        """Half a warp a head: brings the row into f16's range by a power of two, whatever the kind of records, and
+        stores it in the column order of the fragments of K."""
         passes = (self.heads + 2 * warps - 1) // (2 * warps)
         batch = min(passes, 4)
         words = cute.make_rmem_tensor((batch, 5, 4), Uint32)
