@@ -34,6 +34,7 @@ from hopper_lanes import (
 )
 from sparsemla.formats import KVFormat, record_layout
 from sparsemla.kernels.hopper import gather, ptx, score, value
+from sparsemla.kernels.hopper import products as module
 from sparsemla.kernels.hopper.kernel import SparseKernel
 from sparsemla.kernels.hopper.layout import SHARED_LIMIT
 
@@ -211,8 +212,8 @@ def test_products_of_wide_records_overwrite_no_fragment_in_flight(
     issue = SimpleNamespace(
         wait_group=wait, commit_group=commit, fence=lambda: None, Field=SimpleNamespace(ACCUMULATE="accumulate")
     )
-    monkeypatch.setattr(score, "warpgroup", issue)
-    monkeypatch.setattr(score, "cute", SimpleNamespace(gemm=multiply))
+    monkeypatch.setattr(module, "warpgroup", issue)
+    monkeypatch.setattr(module, "cute", SimpleNamespace(gemm=multiply))
     monkeypatch.setattr(kernel, "wide_rows", lambda rows, offset: offset // 128)
     monkeypatch.setattr(kernel, "fill_wide", fill)
     mma = SimpleNamespace(set=lambda field, value: accumulates.append(value))

@@ -22,7 +22,7 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("the CuTe DSL is not installed (extra `hopper`)", allow_module_level=True)
 
 from hopper_lanes import BANKS, E4M3, PLAIN, Exchange, Shared, Statements, bf16s, bf16x2, f16s, f32, made, query_columns
-from sparsemla.kernels.hopper import ptx, records, score, value
+from sparsemla.kernels.hopper import products, ptx, records, score, value
 from sparsemla.kernels.hopper.kernel import SparseKernel
 
 SCORE = Statements(
@@ -188,16 +188,16 @@ def score_granule(
 ) -> list[Scored]:
     """Score warp `warp` over its granule; leaves the scales for V in the table."""
     exchange = Exchange()
-    monkeypatch.setattr(score, "cutlass", PLAIN)
-    monkeypatch.setattr(score, "arch", SimpleNamespace(shuffle_sync_bfly=exchange.shuffle))
+    monkeypatch.setattr(products, "cutlass", PLAIN)
+    monkeypatch.setattr(products, "arch", SimpleNamespace(shuffle_sync_bfly=exchange.shuffle))
     for name in ("Int32", "Uint32"):
-        monkeypatch.setattr(score, name, int)
+        monkeypatch.setattr(products, name, int)
 
     def body(lane: int) -> Scored:
         work = Products()
-        monkeypatch.setattr(score, "warpgroup", work)
+        monkeypatch.setattr(products, "warpgroup", work)
         monkeypatch.setattr(
-            score, "cute", SimpleNamespace(gemm=work.gemm, recast_tensor=lambda fragment, kind: fragment)
+            products, "cute", SimpleNamespace(gemm=work.gemm, recast_tensor=lambda fragment, kind: fragment)
         )
         names = {"warp": warp, "lane": lane, "line": lane // 4, "quad": lane % 4, "buffer": buffer}
         rotary = [512 + 16 * k for k in range(4)] if kernel.rope else []

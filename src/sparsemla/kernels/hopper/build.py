@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("gather", "kernel", "layout", "params", "ptx", "query", "records", "score", "value")
+SOURCES = ("gather", "kernel", "layout", "params", "products", "ptx", "query", "records", "score", "value")
 """Modules whose text decides the machine code."""
 KINDS = ("sparse", "wide", "v4", "v41")
 """Kinds of records, see `Layout`."""
