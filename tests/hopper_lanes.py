@@ -151,6 +151,7 @@ class Shared:
         """Makes the kernel's instructions work on this memory."""
         for name, fake in ARITHMETIC.items():
             monkeypatch.setattr(ptx, name, fake)
+        monkeypatch.setattr(ptx, "Uint32", int)
         monkeypatch.setattr(ptx, "lds_u32", lambda address: self.words(address, 1)[0])
         monkeypatch.setattr(ptx, "lds_v2u32", lambda address: self.words(address, 2))
         monkeypatch.setattr(ptx, "lds128", lambda address: self.words(address, 4))
@@ -226,6 +227,7 @@ def store_row(
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(ptx, name, fake)
+    monkeypatch.setattr(ptx, "Uint32", int)
     monkeypatch.setattr(kernel, "store_query", functools.partial(STORE_QUERY, kernel))
     # Rows of one token, of which only `row` is in memory.
     strides = {"q_nope_token": 0, "q_nope_head": 2048, "q_rope_token": 0, "q_rope_head": 256}

@@ -33,7 +33,7 @@ from hopper_lanes import (
     store_row,
 )
 from sparsemla.formats import KVFormat, record_layout
-from sparsemla.kernels.hopper import gather, ptx, score, value
+from sparsemla.kernels.hopper import gather, ptx, value
 from sparsemla.kernels.hopper import products as module
 from sparsemla.kernels.hopper.kernel import SparseKernel
 from sparsemla.kernels.hopper.layout import SHARED_LIMIT
@@ -388,7 +388,7 @@ def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = made("wide", 8, True)
     monkeypatch.setattr(ptx, "pack_bf16x2", bf16x2)
     monkeypatch.setattr(ptx, "bits_to_f32", f32)
-    monkeypatch.setattr(score, "Uint32", int)
+    monkeypatch.setattr(ptx, "Uint32", int)
     values = (torch.rand(200) * 64).tolist()
     for low, high in zip(values[::2], values[1::2], strict=True):
         words = [kernel.term(number, low, high) for number in range(2)]

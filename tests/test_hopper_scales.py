@@ -285,8 +285,7 @@ def test_both_products_see_every_column_of_a_block_times_its_scale(
         held = query_columns(sixteen, 3, patch)
     data = block(kernel, stage, case)
     data.shared.patch(monkeypatch)
-    for name in ("Int32", "Uint32"):
-        monkeypatch.setattr(records, name, int)
+    monkeypatch.setattr(records, "Int32", int)
     exponents = {}
     for warp in range(4):
         lanes = score_granule(kernel, warp, stage, buffer, monkeypatch)

@@ -216,6 +216,11 @@ _LAYOUTS: dict[tuple[KVFormat, int], RecordLayout] = {
 }
 
 
+def every_layout() -> tuple[RecordLayout, ...]:
+    """Every layout there is; BF16 has two."""
+    return tuple(_LAYOUTS.values())
+
+
 def record_layout(fmt: KVFormat | str, d_qk: int | None = None) -> RecordLayout:
     """The layout of a format.
 

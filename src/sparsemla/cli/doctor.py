@@ -20,15 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsemla.cache import PagedKVCache
-from sparsemla.formats import KVFormat, record_layout
+from sparsemla.formats import KVFormat, every_layout
 from sparsemla.kernels import registry
 from sparsemla.kernels.call import AttentionCall
 
 PACKAGES = ("sparsemla", "torch", "triton", "nvidia-cutlass-dsl", "cuda-bindings", "transformers")
 """Whose versions are printed."""
-LAYOUTS: tuple[tuple[KVFormat, int], ...] = tuple(
-    (fmt, width) for fmt in KVFormat for width in ((576, 512) if fmt is KVFormat.BF16 else (record_layout(fmt).d_qk,))
-)
+LAYOUTS: tuple[tuple[KVFormat, int], ...] = tuple((layout.format, layout.d_qk) for layout in every_layout())
 """(format, columns of a key) of every cache layout."""
 HEADS = (8, 64, 128)
 """Query heads asked about."""

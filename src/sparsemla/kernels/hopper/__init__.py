@@ -14,21 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparsemla.formats import KVFormat, record_layout
-from sparsemla.kernels.hopper.build import Variant
+from sparsemla.kernels.hopper.build import KINDS, Variant
 from sparsemla.kernels.hopper.launch import Loaded, load
 from sparsemla.kernels.hopper.params import Arguments, magic
 
 if TYPE_CHECKING:
     from sparsemla.kernels.call import AttentionCall
 
-KINDS = {
-    KVFormat.FP8_DS_MLA: "sparse",
-    KVFormat.FP8_NOPE: "sparse",
-    KVFormat.BF16: "wide",
-    KVFormat.FP8_V4: "v4",
-    KVFormat.FP8_V41: "v41",
-}
-"""Kind of records of a cache format, see `Layout`."""
 BLOCK = 64
 TILE_HEADS = (8, 16, 32, 64)
 # For measuring and checking only: where traced variants leave their cycles, and whether variants for racecheck run.
@@ -48,8 +40,6 @@ def why_not(call: AttentionCall) -> str | None:
     if _capability(index) != (9, 0):
         return f"needs compute capability 9.0, device {index} has {'.'.join(map(str, _capability(index)))}"
     layout = call.cache.layout
-    if layout.format not in KINDS:
-        return f"serves {', '.join(f.value for f in KINDS)}, the cache is {layout.format.value}"
     if call.extra is not None and call.extra.cache.layout.format is not layout.format:
         return "serves an extra cache of the cache's own format only"
     for name, tensor in (("q_nope", call.q_nope), ("q_rope", call.q_rope)):
@@ -239,4 +229,4 @@ def arguments(call: AttentionCall, head_tiles: int, tiles: int) -> Arguments:
     )
 
 
-__all__ = ["Loaded", "arguments", "choose", "prepare", "run", "scratch_bytes", "why_not"]
+__all__ = ["KINDS", "Loaded", "arguments", "choose", "prepare", "run", "scratch_bytes", "why_not"]

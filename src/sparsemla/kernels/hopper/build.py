@@ -20,10 +20,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsemla.formats import KVFormat
+
 SOURCES = ("gather", "kernel", "layout", "params", "products", "ptx", "query", "records", "score", "value")
 """Modules whose text decides the machine code."""
-KINDS = ("sparse", "wide", "v4", "v41")
-"""Kinds of records, see `Layout`."""
+KINDS = {
+    KVFormat.FP8_DS_MLA: "sparse",
+    KVFormat.FP8_NOPE: "sparse",
+    KVFormat.BF16: "wide",
+    KVFormat.FP8_V4: "v4",
+    KVFormat.FP8_V41: "v41",
+}
+"""Kind of records of a cache format, see `Layout`."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,11 @@ def make_kernel(variant: Variant) -> Any:
     """The kernel object of a variant (imports the compiler).
 
     Raises:
-        ValueError: no such kernel family.
+        ValueError: no such kind of records.
     """
-    if variant.kind not in KINDS:
-        raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are {', '.join(KINDS)}")
+    if variant.kind not in KINDS.values():
+        accepted = ", ".join(dict.fromkeys(KINDS.values()))
+        raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are {accepted}")
     from sparsemla.kernels.hopper.kernel import SparseKernel
 
     return SparseKernel(

@@ -82,6 +82,4 @@ class SparseKernel(Gather, Score, Value):
             self.score(p, base, tid - 128 * self.valuers, warp - 4 * self.valuers, rank, first, step)
         else:
             self.set_registers(self.gather_registers)
-            self.gather(
-                p, base, tid - (self.threads - 128), warp - 4 * (self.valuers + self.scorers), rank, first, step
-            )
+            self.gather(p, base, tid - 32 * self.loaders, warp - self.loaders, rank, first, step)

@@ -19,12 +19,12 @@ from sparsemla.kernels.hopper.records import Records
 class Products(Records):
     """A score warpgroup's products. Registers of a fragment are filled again only when its products have ended."""
 
-    def to_fragment(self, rows: list[Any], w: int, filled: Any) -> None:
-        """Of 64 columns of a thread's two records those of product w (0 to 3) as its fragment."""
+    def to_fragment(self, rows: list[Any], w: int, filled: Any, scales: Any = None) -> None:
+        """Of 64 columns of a thread's two records those of product w (0 to 3) as its fragment; times the records' two
+        scales, if given."""
         for i in range(2):
-            pair = ptx.e4m3x4_to_f16x4(rows[i][w])
-            filled[4 * w + i] = pair[0]
-            filled[4 * w + i + 2] = pair[1]
+            for h, value in enumerate(ptx.e4m3x4_to_f16x4(rows[i][w])):
+                filled[4 * w + i + 2 * h] = value if scales is None else ptx.mul_f16x2_by(value, scales, i)
 
     def rescale(self, x: cute.Tensor, step: list[Any], g: int) -> None:
         """S times what stands between group g and the next one."""
@@ -59,8 +59,8 @@ class Products(Records):
         words: list[Any],
         queries: list[Any],
     ) -> list[Any]:
-        """S of records with powers of two for scales, which K takes up in f16, exactly: relative to the largest one of
-        the record and 2^6 above it, so that small ones keep their digits.
+        """S of records with powers of two for scales, which K takes up in f16: relative to the largest one of the
+        record and 2^6 above it, exactly as far down as 2^-21 of it.
 
         Returns:
             The biased exponents (as of a float32) of what a thread's two records are relative to.
@@ -124,12 +124,8 @@ class Products(Records):
             loaded = ahead
             if b + 1 < self.narrow_blocks:
                 ahead = self.latent_rows(rows, b + 1)
-            filled = words[used % self.sets]
             for w in range(4):
-                for i in range(2):
-                    pair = ptx.e4m3x4_to_f16x4(loaded[i][w])
-                    filled[4 * w + i] = ptx.mul_f16x2_by(pair[0], scale, i)
-                    filled[4 * w + i + 2] = ptx.mul_f16x2_by(pair[1], scale, i)
+                self.to_fragment(loaded, w, words[used % self.sets], scale)
             warpgroup.fence()
             for k in range(4):
                 mma.set(warpgroup.Field.ACCUMULATE, used + k > 0)

@@ -121,6 +121,11 @@ def pack_bf16x2(low: Any, high: Any) -> Any:
     )
 
 
+def bf16_to_f32(word: Any, half: int) -> Any:
+    """One of the two bf16 of a word as float32: the lower (half 0) or the upper one (1)."""
+    return bits_to_f32(word & Uint32(0xFFFF0000) if half else word << 16)
+
+
 def bits_to_f32(word: Any) -> Any:
     """The float32 with these bits."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
@@ -179,18 +184,18 @@ def divide(n: Any, multiplier: Any, shift: Any) -> Any:
 def cp_async16(target: Any, address: Any, predicate: Any) -> None:
     """Starts a copy of 16 bytes from global to shared memory; zeros arrive where the predicate is false (nothing is
     read then)."""
-    arch.inline_ptx(
-        "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, {$r2}, 0; selp.b32 n, 16, 0, p;"
-        " cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, n; }",
-        read_only_args=[target, address, predicate],
-    )
+    _cp_async("cg.shared.global.L2::128B", target, address, predicate, 16)
 
 
 def cp_async(target: Any, address: Any, predicate: Any, size: int) -> None:
-    """The same for 4, 8 or 16 bytes."""
+    """The same for 4, 8 or 16 bytes that no other thread's copy lies beside."""
+    _cp_async("ca.shared.global", target, address, predicate, size)
+
+
+def _cp_async(how: str, target: Any, address: Any, predicate: Any, size: int) -> None:
     arch.inline_ptx(
         f"{{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, {{$r2}}, 0; selp.b32 n, {size}, 0, p;"
-        f" cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, n; }}",
+        f" cp.async.{how} [{{$r0}}], [{{$r1}}], {size}, n; }}",
         read_only_args=[target, address, predicate],
     )
 

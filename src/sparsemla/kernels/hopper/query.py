@@ -89,8 +89,8 @@ class Query(Layout):
                 for h in cutlass.range_constexpr(2):
                     for u in cutlass.range_constexpr(2):
                         word = words[t, i, 2 * h + u]
-                        first = ptx.bits_to_f32(word << 16) * shrink
-                        second = ptx.bits_to_f32(word & Uint32(0xFFFF0000)) * shrink
+                        first = ptx.bf16_to_f32(word, 0) * shrink
+                        second = ptx.bf16_to_f32(word, 1) * shrink
                         narrow = (2 * (2 * narrow_product + h) + u) ^ (row % 8)
                         wide = (2 * (2 * wide_product + h) + u) ^ (row % 8)
                         target = base + self.off_q + block * (self.heads * 128) + row * 128

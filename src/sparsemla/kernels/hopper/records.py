@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
 from sparsemla.kernels.hopper import ptx
 from sparsemla.kernels.hopper.layout import GROUPS, Layout
@@ -110,10 +110,8 @@ class Records(Layout):
             narrow = ptx.e4m3x4_to_f16x4(ptx.interleave(a[0], b[0], pair))
             for i in range(2):
                 wide = ptx.mul_bf16x2(ptx.interleave_halves(a[pair], b[pair], i), ratio[half])
-                low, high = ptx.bits_to_f32(wide << 16), ptx.bits_to_f32(wide & Uint32(0xFFFF0000))
-                filled[2 * half + i] = ptx.select(
-                    rotary, ptx.pack_f16x2(low, high), ptx.mul_f16x2(narrow[i], ratio[half])
-                )
+                as_f16 = ptx.pack_f16x2(*(ptx.bf16_to_f32(wide, h) for h in range(2)))
+                filled[2 * half + i] = ptx.select(rotary, as_f16, ptx.mul_f16x2(narrow[i], ratio[half]))
 
     def split_scale(self, s4: Any) -> tuple[Any, Any]:
         """Exponent of a record's largest scale (within what float32 can undo), and 2 to minus that exponent."""

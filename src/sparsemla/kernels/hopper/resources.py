@@ -20,14 +20,15 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from sparsemla.kernels.hopper.build import Variant, compile_variant
+from sparsemla.formats import every_layout
+from sparsemla.kernels.hopper import CLUSTERS, TILE_HEADS
+from sparsemla.kernels.hopper.build import KINDS, Variant, compile_variant
 
 VARIANTS: tuple[Variant, ...] = tuple(
     Variant(kind, heads, rope, cluster)
-    for kind, ropes in (("sparse", (True, False)), ("wide", (True, False)), ("v4", (True,)), ("v41", (False,)))
-    for heads in (8, 16, 32, 64)
-    for rope in ropes
-    for cluster in (1, 2, 4, 8, 16)
+    for kind, rope in dict.fromkeys((KINDS[layout.format], layout.d_rope > 0) for layout in every_layout())
+    for heads in TILE_HEADS
+    for cluster in CLUSTERS
 )
 """Every variant that `choose` can pick."""
 

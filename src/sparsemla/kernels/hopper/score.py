@@ -397,4 +397,4 @@ class Score(Products, Query):
         first = ptx.pack_bf16x2(low, high)
         if number == 0:
             return first
-        return ptx.pack_bf16x2(low - ptx.bits_to_f32(first << 16), high - ptx.bits_to_f32(first & Uint32(0xFFFF0000)))
+        return ptx.pack_bf16x2(low - ptx.bf16_to_f32(first, 0), high - ptx.bf16_to_f32(first, 1))

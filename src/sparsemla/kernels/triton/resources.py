@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsemla.formats import KVFormat, record_layout
+from sparsemla.formats import KVFormat, every_layout, record_layout
 from sparsemla.kernels.triton import combine as _combine
 from sparsemla.kernels.triton import kernel as _kernel
 from sparsemla.kernels.triton.launch import (
@@ -42,14 +42,7 @@ from sparsemla.kernels.triton.launch import (
 from sparsemla.kernels.triton.launch import Setting as _Setting
 from sparsemla.kernels.triton.shapes import ARCHITECTURES, COMMITTED, SHARED_BYTES, Shape, shapes_of
 
-LAYOUTS: tuple[tuple[KVFormat, int], ...] = (
-    (KVFormat.BF16, 576),
-    (KVFormat.BF16, 512),
-    (KVFormat.FP8_DS_MLA, 576),
-    (KVFormat.FP8_NOPE, 512),
-    (KVFormat.FP8_V4, 512),
-    (KVFormat.FP8_V41, 512),
-)
+LAYOUTS: tuple[tuple[KVFormat, int], ...] = tuple((layout.format, layout.d_qk) for layout in every_layout())
 """(format, d_qk) of every layout."""
 PARTNERS: dict[tuple[KVFormat, int], tuple[KVFormat, int]] = {
     (KVFormat.BF16, 576): (KVFormat.FP8_DS_MLA, 576),
