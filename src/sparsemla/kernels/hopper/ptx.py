@@ -188,7 +188,7 @@ def cp_async16(target: Any, address: Any, predicate: Any) -> None:
 
 
 def cp_async(target: Any, address: Any, predicate: Any, size: int) -> None:
-    """The same for 4, 8 or 16 bytes that no other thread's copy lies beside."""
+    """The same for 4, 8 or 16 bytes (through L1: past it 16 are the least)."""
     _cp_async("ca.shared.global", target, address, predicate, size)
 
 
