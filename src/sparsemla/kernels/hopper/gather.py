@@ -21,7 +21,7 @@ class Gather(Records, Query):
     @cute.jit
     def load_index(self, p: Params, token: Int32, length: Int32, extra: Int32, block: Int32, row: Int32):
         """The raw index of one record of a block (global block number); -1 past the end."""
-        first_blocks = (length + (BLOCK - 1)) // BLOCK
+        first_blocks = ((length + (BLOCK - 1)) >> 6)
         column = block * BLOCK + row
         address = p.indices + Int64(token) * p.indices_stride + Int64(column) * 4
         inside = Int32(column < length)
@@ -37,7 +37,7 @@ class Gather(Records, Query):
         still be on its way."""
         page = Int32(-1)
         offset = Int32(0)
-        if block >= (length + (BLOCK - 1)) // BLOCK:
+        if block >= ((length + (BLOCK - 1)) >> 6):
             if (raw >= 0) & (raw < p.extra_slots):
                 page = ptx.divide(raw, p.extra_magic, p.extra_shift)
                 offset = raw - page * p.extra_block
@@ -68,7 +68,7 @@ class Gather(Records, Query):
         scales = Int64(0)
         start = Int64(0)
         size = p.block_size
-        if block >= (length + (BLOCK - 1)) // BLOCK:
+        if block >= ((length + (BLOCK - 1)) >> 6):
             if page >= 0:
                 start = p.extra_cache + Int64(page) * p.extra_page_stride
                 size = p.extra_block
@@ -144,8 +144,8 @@ class Gather(Records, Query):
     def gather(self, p: Params, base: Int32, tid: Int32, warp: Int32, rank: Int32, first: Int32, step: Int32):
         """Gather warp w feeds score warp w: copies run as far ahead as the ring has room, pages one granule, indices
         two."""
-        lane = tid % 32
-        mine = warp * GRANULE + lane % GRANULE
+        lane = tid & 31
+        mine = warp * GRANULE + (lane & (GRANULE - 1))
         count = Int32(0)  # granules brought so far
         tile = first
         while tile < p.tiles:
@@ -166,7 +166,7 @@ class Gather(Records, Query):
                 # comes round.
                 page, offset = self.find_page(p, request, length, block + self.cluster, raw)
                 raw = self.load_index(p, token, length, extra, block + 2 * self.cluster, mine)
-                arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (count // self.depth + 1) % 2)
+                arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (count // self.depth + 1) & 1)
                 self.bring(base, slot, address, scales, lane, p.cache)
                 count = count + 1
                 block = block + self.cluster

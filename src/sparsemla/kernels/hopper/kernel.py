@@ -32,6 +32,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute import arch
 
+from sparsemla.kernels.hopper import ptx
 from sparsemla.kernels.hopper.gather import Gather
 from sparsemla.kernels.hopper.params import Params
 from sparsemla.kernels.hopper.score import Score
@@ -57,11 +58,13 @@ class SparseKernel(Gather, Score, Value):
         tid = arch.thread_idx()[0]
         warp = arch.make_warp_uniform(arch.warp_idx())
         base = arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
-        rank = arch.block_idx()[0] % self.cluster
-        first = arch.block_idx()[0] // self.cluster
-        step = arch.grid_dim()[0] // self.cluster
+        rank = arch.block_idx()[0] & (self.cluster - 1)
+        first = arch.block_idx()[0] >> (self.cluster.bit_length() - 1)
+        step = arch.grid_dim()[0] >> (self.cluster.bit_length() - 1)
         each = 32 if self.checked else 1  # arrivals of a warp
         if tid == 0:
+            for i in cutlass.range_constexpr(2):
+                ptx.sts_i32(base + self.off_flag + i * 4, Int32(-1))
             for i in cutlass.range_constexpr(4 * self.depth):
                 arch.mbarrier_init(self._barrier(base, self.RAW_FULL, i), 33)
                 arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), (1 + 4 * self.valuers) * each)

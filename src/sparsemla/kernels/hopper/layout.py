@@ -122,6 +122,7 @@ class Layout:
         self.off_ratio = take(2 * self.scale_rows * BLOCK * 2 if self.scaled_values else 0)
         self.off_decay = take(2 * heads * 4)
         self.off_max = take(heads * 4)
+        self.off_new_max = take(heads * 4)
         self.off_ml = take(heads * 8)
         self.off_reduce = take(4 * self.scorers * heads * 4)
         self.off_q_factor = take(heads * 4)
@@ -210,5 +211,5 @@ class Layout:
     @cute.jit
     def my_blocks(self, length: Int32, extra: Int32, rank: Int32):
         """Blocks of this CTA: every `cluster`-th of the first set's blocks followed by the extra set's."""
-        blocks = (length + (BLOCK - 1)) // BLOCK + (extra + (BLOCK - 1)) // BLOCK
-        return (blocks - rank + (self.cluster - 1)) // self.cluster
+        blocks = ((length + (BLOCK - 1)) >> 6) + ((extra + (BLOCK - 1)) >> 6)
+        return (blocks - rank + (self.cluster - 1)) >> (self.cluster.bit_length() - 1)

@@ -34,10 +34,10 @@ class Query(Layout):
         words = cute.make_rmem_tensor((batch, 5, 4), Uint32)
         for start in cutlass.range(0, passes, batch, unroll=1):
             for t in cutlass.range_constexpr(batch):
-                row = (start + t) * (2 * warps) + warp * 2 + lane // 16
+                row = (start + t) * (2 * warps) + warp * 2 + (lane >> 4)
                 head = head0 + row
                 present = Int32((head < p.heads) & (row < self.heads))
-                chunk = lane % 16
+                chunk = (lane & 15)
                 here = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(chunk) * 16
                 for i in cutlass.range_constexpr(4):
                     there_is = present
@@ -59,12 +59,12 @@ class Query(Layout):
                     for w in cutlass.range_constexpr(4):
                         words[t, 4, w] = Uint32(0)
             for t in cutlass.range_constexpr(batch):
-                self.store_query(p, base, (start + t) * (2 * warps) + warp * 2 + lane // 16, lane, words, t)
+                self.store_query(p, base, (start + t) * (2 * warps) + warp * 2 + (lane >> 4), lane, words, t)
 
     @cute.jit
     def store_query(self, p: Params, base: Int32, row: Int32, lane: Int32, words: cute.Tensor, t: cutlass.Constexpr):
         """Row `row` of the query tile, lane's share of it in words[t], to shared memory."""
-        chunk = lane % 16
+        chunk = (lane & 15)
         # The magnitude of a bf16 is ordered as its bits are.
         pair = words[t, 0, 0] & 0x7FFF7FFF
         for i in cutlass.range_constexpr(5 if self.rope else 4):
@@ -73,7 +73,7 @@ class Query(Layout):
         largest = cutlass.max(Int32(pair & 0xFFFF), Int32(pair >> 16))
         for s in cutlass.range_constexpr(4):
             largest = cutlass.max(largest, arch.shuffle_sync_bfly(largest, 8 >> s))
-        exponent = cutlass.max(largest // 128, Int32(8))
+        exponent = cutlass.max(largest >> 7, Int32(8))
         # The row's largest magnitude comes to lie in [2^7, 2^8).
         shrink = ptx.bits_to_f32((Int32(261) - exponent) * 8388608)
         undo = ptx.bits_to_f32((exponent - 7) * 8388608)
@@ -83,16 +83,16 @@ class Query(Layout):
                 # ... 16 q + 15 of the block, four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies
                 # at columns 8 u + 2 q of it. Of bf16 it holds 8 q ... of each half of 32: the pair belongs to product
                 # 2 (chunk // 4) + h and lies at columns 8 u + 2 q.
-                block = 2 * i + chunk // 8
-                narrow_product, narrow_quad = chunk % 2, (chunk % 8) // 2
-                wide_product, wide_quad = chunk % 8 // 4, chunk % 4
+                block = 2 * i + (chunk >> 3)
+                narrow_product, narrow_quad = chunk & 1, (chunk >> 1) & 3
+                wide_product, wide_quad = (chunk >> 2) & 1, chunk & 3
                 for h in cutlass.range_constexpr(2):
                     for u in cutlass.range_constexpr(2):
                         word = words[t, i, 2 * h + u]
                         first = ptx.bf16_to_f32(word, 0) * shrink
                         second = ptx.bf16_to_f32(word, 1) * shrink
-                        narrow = (2 * (2 * narrow_product + h) + u) ^ (row % 8)
-                        wide = (2 * (2 * wide_product + h) + u) ^ (row % 8)
+                        narrow = (2 * (2 * narrow_product + h) + u) ^ (row & 7)
+                        wide = (2 * (2 * wide_product + h) + u) ^ (row & 7)
                         target = base + self.off_q + block * (self.heads * 128) + row * 128
                         if cutlass.const_expr(i < 4 and self.wide):
                             ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))

@@ -30,16 +30,16 @@ class Records(Layout):
         two or six records apart then.
         """
         if self.kind == "v4":
-            return line // 2 + line % 2 * (4 + (line // 2 + 2) % 4 - line // 2)
-        return line // 2 + line % 2 * 4
+            return (line >> 1) + (line & 1) * (4 + (((line >> 1) + 2) & 3) - (line >> 1))
+        return (line >> 1) + (line & 1) * 4
 
     def column_of(self, quarter: Any, lane: Any) -> Any:
         """First of the four columns of a group of 128 that a lane of the quarter-th warp of a warpgroup has."""
         if self.kind == "v4":  # no warp has e4m3 and rotary columns in one group
-            return quarter * 32 + lane // 4 * 4
+            return quarter * 32 + (lane >> 2) * 4
         if self.wide:  # 16 lanes that read 8 bytes each of records 0 to 3 cover all banks
-            return quarter * 8 + lane // 4 % 2 * 4 + lane // 8 % 2 * 32 + lane // 16 * 64
-        return quarter * 16 + lane // 4 % 4 * 4 + lane // 16 * 64
+            return quarter * 8 + ((lane >> 2) & 1) * 4 + ((lane >> 3) & 1) * 32 + (lane >> 4) * 64
+        return quarter * 16 + ((lane >> 2) & 3) * 4 + (lane >> 4) * 64
 
     def latent_rows(self, rows: Any, b: int) -> list[Any]:
         """16 e4m3 values of each of a thread's two records in column block b: what its fragments of four products

@@ -35,10 +35,10 @@ class Score(Products, Query):
     def score(self, p: Params, base: Int32, tid: Int32, warp: Int32, rank: Int32, first: Int32, step: Int32):
         """S^T of a block from the raw records, softmax, P. Two warpgroups take the blocks in turn, or one all of
         them."""
-        lane = tid % 32
-        me = warp // 4
-        warp = warp % 4
-        tid = tid % 128
+        lane = tid & 31
+        me = warp >> 2
+        warp = warp & 3
+        tid = tid & 127
         heads = self.heads
         tiles_n = heads // 8
         kinds = warpgroup.SmemLayoutAtomKind
@@ -71,13 +71,13 @@ class Score(Products, Query):
         # j + 2 i + c.
         total = cute.make_rmem_tensor((tiles_n, 2), Float32)
         mine = cute.make_rmem_tensor((tiles_n, 2), Float32)  # the maxima that this warpgroup's sums are relative to
-        line = lane // 4
-        quad = lane % 4
+        line = lane >> 2
+        quad = lane & 3
         column0 = quad * 2
         maxima = base + self.off_max + column0 * 4
         # Where this thread leaves its two records' scales (of group `quad`, relative to the record's exponent) for the
         # value warps: by the group, then by the lane that reads them, then in its order.
-        ratio_place = base + self.off_ratio + ((quad * 4 + line // 2) * BLOCK // 4 + 4 * warp + line % 2) * 2
+        ratio_place = base + self.off_ratio + (quad * 4 + (line >> 1)) * (BLOCK // 2) + 8 * warp + (line & 1) * 2
         before = Int32(0)  # blocks of earlier tiles
         turn = Int32(0)
         times = cute.make_rmem_tensor((9,), Int32)
@@ -102,7 +102,7 @@ class Score(Products, Query):
                     ptx.sts_i32(base + self.off_flag + 12, Int32(0))
             if cutlass.const_expr(self.cluster == 1):
                 m0 = ptx.opaque(tid)
-                self.load_query(p, base, token, head0, me * 4 + m0 // 32, m0 % 32, 4 * self.scorers)
+                self.load_query(p, base, token, head0, me * 4 + (m0 >> 5), m0 & 31, 4 * self.scorers)
             else:  # one tile a CTA: the value warps have nothing else to do yet
                 self.load_query(p, base, token, head0, 4 * self.valuers + me * 4 + warp, lane, self.loaders)
                 arch.mbarrier_wait(self._barrier(base, self.Q_FULL), 0)
@@ -111,13 +111,13 @@ class Score(Products, Query):
             self.mark(times, 0)
             n = Int32(0)
             if cutlass.const_expr(self.scorers > 1):
-                n = (me + before) % 2
+                n = (me + before) & 1
             while n < blocks:
                 count = before + n
                 slot = warp * self.depth + count % self.depth
                 rows = base + self.off_ring + slot * self.granule_bytes + self.own_rows(lane)
                 scales = rows - quad * 16 + (self.record_bytes if self.fine else LATENT)
-                arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, slot), (count // self.depth) % 2)
+                arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, slot), (count // self.depth) & 1)
                 self.mark(times, 1)
                 mask = ptx.lds_i32(base + self.off_mask + slot * 4)
                 # For a thread's two records: 2 to minus the exponent of the largest scale, and that exponent as a bias
@@ -199,7 +199,7 @@ class Score(Products, Query):
                 self.signal(base, self.RAW_EMPTY, slot, lane)
                 self.mark(times, 2)
                 if cutlass.const_expr(self.scorers > 1):  # the block before this one has left its maxima
-                    arch.mbarrier_wait(self._barrier(base, self.TURN), (count + 1) % 2)
+                    arch.mbarrier_wait(self._barrier(base, self.TURN), (count + 1) & 1)
                     factors, largest = self.before_softmax(base, maxima, column0)
                     moved = ptx.lds_i32(base + self.off_flag + 8)
                     if moved != seen:
@@ -221,12 +221,11 @@ class Score(Products, Query):
                             highest = ptx.fmax(highest, x[e])
                 flag = ptx.barrier_or(1 + me, 128, Int32(highest > SLACK) | keyless)
                 if flag != 0:
-                    x_new = cute.make_rmem_tensor((2 * tiles_n,), Float32)
                     m1 = ptx.opaque(tid)
-                    reduce_here = base + self.off_reduce + 8 * (m1 % 4)
-                    maxima_here = base + self.off_max + 8 * (m1 % 4)
+                    reduce_here = base + self.off_reduce + 8 * (m1 & 3)
+                    maxima_here = base + self.off_max + 8 * (m1 & 3)
                     # Rare: move the maxima. The room for this block's factors must be free first.
-                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, count % 2), (count // 2 + 1) % 2)
+                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, count & 1), ((count >> 1) + 1) & 1)
                     for j in cutlass.range_constexpr(tiles_n):
                         peak = []
                         for c in cutlass.range_constexpr(2):
@@ -234,8 +233,8 @@ class Score(Products, Query):
                             for s in cutlass.range_constexpr(3):
                                 m = ptx.fmax(m, arch.shuffle_sync_bfly(m, 4 << s))
                             peak.append(m)
-                        if m1 % 32 < 4:
-                            ptx.sts_v2f32(reduce_here + (m1 // 32 * heads + 8 * j) * 4, peak[0], peak[1])
+                        if (m1 & 31) < 4:
+                            ptx.sts_v2f32(reduce_here + ((m1 >> 5) * heads + 8 * j) * 4, peak[0], peak[1])
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
                     for j in cutlass.range_constexpr(tiles_n):
                         old = ptx.lds_v2f32(maxima_here + 8 * j * 4)
@@ -259,20 +258,21 @@ class Score(Products, Query):
                                 shrink = Float32(0.0)
                             decay.append(shrink)
                             total[j, c] = total[j, c] * shrink
-                            x_new[2 * j + c] = old[c] + move[c]
                             if cutlass.const_expr(self.scorers > 1):
                                 mine[j, c] = old[c] + move[c]
                             for i in cutlass.range_constexpr(2):
                                 x[4 * j + 2 * i + c] = x[4 * j + 2 * i + c] - move[c]
                         if m1 < 4:
-                            ptx.sts_v2f32(
-                                base + self.off_decay + (count % 2 * heads + 8 * j + 2 * (m1 % 4)) * 4, *decay
-                            )
+                            new = [old[c] + move[c] for c in range(2)]
+                            ptx.sts_v2f32(maxima_here + (self.off_new_max - self.off_max + 32 * j), *new)
+                            place = self.off_decay - self.off_max + 32 * j
+                            ptx.sts_v2f32(maxima_here + (place + (count & 1) * (heads * 4)), *decay)
                     # All have read the old maxima before the new ones replace them, and see them after.
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
-                    if m1 < 4:
-                        for j in cutlass.range_constexpr(tiles_n):
-                            ptx.sts_v2f32(maxima_here + 8 * j * 4, x_new[2 * j], x_new[2 * j + 1])
+                    if m1 < heads:
+                        ptx.sts_f32(base + self.off_max + m1 * 4, ptx.lds_f32(base + self.off_new_max + m1 * 4))
+                    if m1 == 0:  # the value warpgroups find their block's number there
+                        ptx.sts_i32(base + self.off_flag + (count & 1) * 4, count)
                     if cutlass.const_expr(self.scorers > 1):
                         seen = count
                         if m1 == 0:
@@ -298,8 +298,8 @@ class Score(Products, Query):
                                 else:
                                     by = Float32(1.0) if self.copies == 1 else ratio[i][g]
                                     packed.append(ptx.pack_f16x2(x[e] * by, x[e + 1] * by))
-                buffer = count % 2
-                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), (count // 2 + 1) % 2)
+                buffer = count & 1
+                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), ((count >> 1) + 1) & 1)
                 self.mark(times, 4)
                 # P, transposed: row = head, 64 records contiguous.
                 m2 = ptx.opaque(tid)
@@ -315,19 +315,16 @@ class Score(Products, Query):
                     ptx.sts_halves(ratio_place + table, ratio[0], 4)
                 wide = 2 * min(2, tiles_n)
                 for j in cutlass.range_constexpr((tiles_n + 1) // 2):
-                    row = (2 * j + (m2 // 16) % min(2, tiles_n)) * 8 + m2 % 8
-                    piece = m2 // 32 * 2 + (m2 // 8) % 2
-                    target = (
-                        base + self.off_p + buffer * (self.copies * heads * 128) + row * 128 + (piece ^ (row % 8)) * 16
-                    )
+                    row = (2 * j + ((m2 >> 4) & (min(2, tiles_n) - 1))) * 8 + (m2 & 7)
+                    piece = (m2 >> 5) * 2 + ((m2 >> 3) & 1)
+                    target = base + self.off_p + buffer * (self.copies * heads * 128)
+                    target = target + row * 128 + (piece ^ (m2 & 7)) * 16
                     for g in cutlass.range_constexpr(self.copies):
                         four = packed[(j * self.copies + g) * wide : (j * self.copies + g + 1) * wide]
                         if cutlass.const_expr(tiles_n > 1):
                             ptx.stmatrix_x4_trans(target + g * (heads * 128), *four)
                         else:
                             ptx.stmatrix_x2_trans(target + g * (heads * 128), *four)
-                if (warp == 0) & (lane == 0):
-                    ptx.sts_i32(base + self.off_flag + buffer * 4, flag)
                 arch.fence_view_async_shared()
                 self.signal(base, self.P_FULL, buffer, lane)
                 self.mark(times, 5)
@@ -336,10 +333,10 @@ class Score(Products, Query):
             # Sums over all records, then maxima and sums to the value warpgroups.
             if cutlass.const_expr(self.scorers > 1):  # from here on the last maxima are known
                 arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
-            arch.mbarrier_wait(self._barrier(base, self.ML_EMPTY), (turn + 1) % 2)
+            arch.mbarrier_wait(self._barrier(base, self.ML_EMPTY), (turn + 1) & 1)
             m3 = ptx.opaque(tid)
-            reduce_here = base + self.off_reduce + 8 * (m3 % 4)
-            maxima_here = base + self.off_max + 8 * (m3 % 4)
+            reduce_here = base + self.off_reduce + 8 * (m3 & 3)
+            maxima_here = base + self.off_max + 8 * (m3 & 3)
             for j in cutlass.range_constexpr(tiles_n):
                 if cutlass.const_expr(self.scorers > 1):
                     reached = ptx.lds_v2f32(maxima_here + 8 * j * 4)
@@ -348,8 +345,8 @@ class Score(Products, Query):
                 for c in cutlass.range_constexpr(2):
                     for s in cutlass.range_constexpr(3):
                         total[j, c] = total[j, c] + arch.shuffle_sync_bfly(total[j, c], 4 << s)
-                if m3 % 32 < 4:
-                    ptx.sts_v2f32(reduce_here + ((me * 4 + m3 // 32) * heads + 8 * j) * 4, total[j, 0], total[j, 1])
+                if (m3 & 31) < 4:
+                    ptx.sts_v2f32(reduce_here + ((me * 4 + (m3 >> 5)) * heads + 8 * j) * 4, total[j, 0], total[j, 1])
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
             if (me == 0) & (m3 < 4):
                 highs = cute.make_rmem_tensor((2 * tiles_n,), Float32)
@@ -368,7 +365,7 @@ class Score(Products, Query):
                         for c in cutlass.range_constexpr(2):
                             sums[c] = sums[c] + got[c]
                     for c in cutlass.range_constexpr(2):
-                        ptx.sts_v2f32(base + self.off_ml + (8 * j + 2 * (m3 % 4) + c) * 8, highs[2 * j + c], sums[c])
+                        ptx.sts_v2f32(base + self.off_ml + (8 * j + 2 * (m3 & 3) + c) * 8, highs[2 * j + c], sums[c])
             # Nobody reduces anew before all has been read.
             arch.barrier(barrier_id=6, number_of_threads=128 * self.scorers)
             self.signal(base, self.ML_FULL, 0, lane)
@@ -384,7 +381,7 @@ class Score(Products, Query):
 
     def own_rows(self, lane: Any) -> Any:
         """Offset in a granule of what this thread reads of its first record; the second is eight records on."""
-        return self.record_of(lane // 4) * self.record_stride + lane % 4 * 16
+        return self.record_of(lane >> 2) * self.record_stride + (lane & 3) * 16
 
     def before_softmax(self, base: Any, maxima: Any, column0: int) -> tuple[list[Any], list[Any]]:
         """Scale factors and running maxima of this thread's heads."""

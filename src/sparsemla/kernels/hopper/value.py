@@ -26,36 +26,35 @@ class Value(Records, Query):
     def value(self, p: Params, base: Int32, tid: Int32, warp: Int32, rank: Int32, first: Int32, step: Int32):
         """O^T = V^T P^T over the blocks of each tile: all columns of the output, or half of them a warpgroup."""
         heads = self.heads
-        lane = tid % 32
-        quad = lane % 4
+        lane = tid & 31
+        quad = lane & 3
         rmem = warpgroup.OperandSource.RMEM
         major = OperandMajorMode.K
         kind = BFloat16 if self.wide else Float16
         op = warpgroup.MmaF16BF16Op(kind, Float32, (64, heads, 16), rmem, major, major)
         pv = cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
-        thread = pv.get_slice(tid % 128)
+        thread = pv.get_slice(tid & 127)
         pv.set(warpgroup.Field.ACCUMULATE, True)
         # An accumulator 64 columns; fragments of V^T, some filled while others are multiplied.
         outs = [thread.make_fragment_C(thread.partition_shape_C((64, heads))) for _ in range(2 * self.parts)]
         kept = self.batch * self.batches
         fragments = [thread.make_fragment_A(thread.partition_shape_A((64, 16))) for _ in range(kept)]
         words = [cute.recast_tensor(a, Uint32) for a in fragments]
-        group0 = warp // 4 * self.parts
-        column = group0 * 128 + self.column_of(warp % 4, lane)
+        group0 = (warp >> 2) * self.parts
+        column = group0 * 128 + self.column_of(warp & 3, lane)
         ring = base + self.off_ring + column * (2 if self.wide else 1)
-        mine = [ring + quad * self.record_stride, ring + (4 + (quad + 2) % 4) * self.record_stride]
+        mine = [ring + quad * self.record_stride, ring + (4 + ((quad + 2) & 3)) * self.record_stride]
         # This thread's row of the table of scales, in its first group of columns.
-        row = group0 * self.scale_rows_a_group + self.column_of(warp % 4, lane) * self.scale_rows_a_group // 128
+        row = group0 * self.scale_rows_a_group + ((self.column_of(warp & 3, lane) * self.scale_rows_a_group) >> 7)
         ratios = base + self.off_ratio + (row * 4 + quad) * (BLOCK // 4 * 2)
         if cutlass.const_expr(self.kind == "v4"):
             # The last 64 columns of V4's second half are its rotary ones: bf16, with a row of their own in the table.
-            rotary = Int32((group0 > 0) & (warp % 4 >= 2))
+            rotary = Int32((group0 > 0) & ((warp & 3) >= 2))
             tail_shift = Int32(128)
             tail_row = Int32(2)
             if rotary != 0:
                 tail_shift = tail_shift + (column + 128 - 448)
                 tail_row = self.scale_rows - 1 - row
-        factor = cute.make_rmem_tensor((heads // 4,), Float32)
         count = Int32(0)
         turn = Int32(0)
         times = cute.make_rmem_tensor((9,), Int32)
@@ -71,16 +70,16 @@ class Value(Records, Query):
             left = self.my_blocks(length, extra, rank)
             if cutlass.const_expr(self.cluster > 1):  # one tile a CTA: these warps have nothing else to do yet
                 head0 = (tile - before * p.head_tiles) * heads
-                self.load_query(p, base, before, head0, warp, tid % 32, self.loaders)
+                self.load_query(p, base, before, head0, warp, tid & 31, self.loaders)
                 arch.fence_view_async_shared()
-                self.signal(base, self.Q_FULL, 0, tid % 32)
+                self.signal(base, self.Q_FULL, 0, tid & 31)
             for out in outs:
                 out.fill(0.0)
             self.mark(times, 0)
             while left > 0:
                 stage = count % self.depth
-                around = (count // self.depth) % 2
-                buffer = count % 2
+                around = (count // self.depth) & 1
+                buffer = count & 1
                 places = [place + stage * self.granule_bytes for place in mine]
                 table = ratios + buffer * (self.scale_rows * BLOCK * 2)
                 tables = [table + part * (self.scale_rows_a_group * BLOCK * 2) for part in range(self.parts)]
@@ -103,17 +102,16 @@ class Value(Records, Query):
                     p_operands.append(thread.make_fragment_B(thread.partition_B(s_p)))
                 arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, stage), around)
                 ahead = self.unit_columns(places, tails, 0)
-                arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), (count // 2) % 2)
+                arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), (count >> 1) & 1)
                 self.mark(times, 1)
-                if ptx.lds_i32(base + self.off_flag + buffer * 4) != 0:
-                    m4 = ptx.opaque(tid)
+                if ptx.lds_i32(base + self.off_flag + buffer * 4) == count:  # this block has moved the maxima
+                    m4 = ptx.opaque(tid) & 31
                     for s in cutlass.range_constexpr(heads // 4):
-                        factor[s] = ptx.lds_f32(
-                            base + self.off_decay + (buffer * heads + self.own_head(s, m4 % 32)) * 4
-                        )
-                    for t in cutlass.range_constexpr(2 * self.parts):
-                        for e in cutlass.range_constexpr(heads // 2):
-                            outs[t][e] = outs[t][e] * factor[self.own_slot(e)]
+                        decay = ptx.lds_f32(base + self.off_decay + (buffer * heads + self.own_head(s, m4)) * 4)
+                        for out in outs:
+                            for e in cutlass.range_constexpr(heads // 2):
+                                if cutlass.const_expr(self.own_slot(e) == s):
+                                    out[e] = out[e] * decay
                 per_granule = self.parts // self.unit
                 for u in cutlass.range_constexpr(4 * per_granule):
                     granule = u // per_granule
@@ -133,7 +131,7 @@ class Value(Records, Query):
                         if cutlass.const_expr(f + 1 == 2 * self.unit):
                             if cutlass.const_expr((u + 1) % per_granule == 0):  # all of the granule is in registers
                                 done = granule * self.depth + stage
-                                self.signal(base, self.RAW_EMPTY, done, ptx.opaque(tid) % 32)
+                                self.signal(base, self.RAW_EMPTY, done, ptx.opaque(tid) & 31)
                                 if cutlass.const_expr(granule < 3):
                                     next_slot = (granule + 1) * self.depth + stage
                                     arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, next_slot), around)
@@ -150,19 +148,19 @@ class Value(Records, Query):
                             warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 left = left - 1
-                self.signal(base, self.P_EMPTY, buffer, ptx.opaque(tid) % 32)
+                self.signal(base, self.P_EMPTY, buffer, ptx.opaque(tid) & 31)
                 count = count + 1
                 self.mark(times, 2)
             token = ptx.opaque(tile) // p.head_tiles
             head0 = (tile - token * p.head_tiles) * heads
             m5 = ptx.opaque(tid)
-            arch.mbarrier_wait(self._barrier(base, self.ML_FULL), turn % 2)
+            arch.mbarrier_wait(self._barrier(base, self.ML_FULL), turn & 1)
             if cutlass.const_expr(self.cluster > 1):
                 # The partial output goes over query and ring: all are done with them.
                 arch.barrier(barrier_id=3, number_of_threads=128 * self.valuers)
                 for part in cutlass.range_constexpr(self.parts):
                     for s in cutlass.range_constexpr(heads // 4):
-                        head = self.own_head(s, m5 % 32)
+                        head = self.own_head(s, m5 & 31)
                         column = self.own_column(m5, part)
                         ptx.sts_v4f32(
                             base + self.off_partial + (head * O_STRIDE + column) * 4,
@@ -178,11 +176,11 @@ class Value(Records, Query):
                 arch.cluster_wait()
             else:
                 self.finish(p, base, m5, token, head0, outs)
-                self.signal(base, self.ML_EMPTY, 0, m5 % 32)
+                self.signal(base, self.ML_EMPTY, 0, m5 & 31)
             self.mark(times, 6)
             turn = turn + 1
             tile = tile + step
-        self.report(p, times, warp, tid % 32)
+        self.report(p, times, warp, tid & 31)
 
     def unit_columns(self, places: list[Any], tails: list[Any], u: int) -> list[list[Any]]:
         """What this thread needs of unit u of a block: a granule's records, `unit` groups of columns of them."""
@@ -197,7 +195,7 @@ class Value(Records, Query):
 
     def own_head(self, slot: int, lane: Any) -> Any:
         """Row of the query tile that slot `slot` of this thread's heads is."""
-        return 8 * (slot // 2) + 2 * (lane % 4) + slot % 2
+        return 8 * (slot // 2) + slot % 2 + 2 * (lane & 3)
 
     def own_slot(self, e: int) -> int:
         """Which of this thread's heads element e of an accumulator belongs to."""
@@ -205,7 +203,7 @@ class Value(Records, Query):
 
     def own_column(self, tid: Any, part: int) -> Any:
         """First of this thread's four neighbouring output columns of a group."""
-        return 128 * (tid // 128 * self.parts + part) + self.column_of(tid // 32 % 4, tid % 32)
+        return 128 * ((tid >> 7) * self.parts + part) + self.column_of((tid >> 5) & 3, tid & 31)
 
     def element(self, slot: int, x: int) -> int:
         """Element of an accumulator: head slot `slot`, column x (0 to 3; two an accumulator) of this thread's."""
@@ -236,23 +234,27 @@ class Value(Records, Query):
     @cute.jit
     def finish(self, p: Params, base: Int32, tid: Int32, token: Int32, head0: Int32, outs: list[Any]):
         """Normalises and writes the output from registers, eight bytes a head and group: a token that was not cut."""
-        for s in cutlass.range_constexpr(self.heads // 4):
-            row = self.own_head(s, tid % 32)
-            ml = ptx.lds_v2f32(base + self.off_ml + row * 8)
-            inverse = self.normaliser(p, ml[0], ml[1], head0 + row)
-            if head0 + row < p.heads:
-                address = p.out + Int64(token) * p.out_token + Int64(head0 + row) * p.out_head
-                for part in cutlass.range_constexpr(self.parts):
+        if tid < self.heads:
+            ml = ptx.lds_v2f32(base + self.off_ml + tid * 8)
+            ptx.sts_f32(base + self.off_ml + tid * 8, self.normaliser(p, ml[0], ml[1], head0 + tid))
+            if head0 + tid < p.heads:
+                self.write_lse(p, token, head0 + tid, ml[0], ml[1])
+        arch.barrier(barrier_id=3, number_of_threads=128 * self.valuers)
+        row0 = self.own_head(0, tid & 31)
+        left = p.heads - head0 - row0
+        address0 = p.out + Int64(token) * p.out_token + Int64(head0 + row0) * p.out_head
+        address0 = address0 + Int64(self.own_column(tid, 0)) * 2
+        for part in cutlass.range_constexpr(self.parts):
+            for s in cutlass.range_constexpr(self.heads // 4):
+                row = self.own_head(s, 0)
+                inverse = ptx.lds_f32(base + self.off_ml + (row0 + row) * 8)
+                if row < left:
                     four = [outs[2 * part + x // 2][self.element(s, x)] * inverse for x in range(4)]
                     ptx.stg64(
-                        address + Int64(self.own_column(tid, part)) * 2,
+                        address0 + row * p.out_head + part * 256,
                         ptx.pack_bf16x2(four[0], four[1]),
                         ptx.pack_bf16x2(four[2], four[3]),
                     )
-        if tid < self.heads:
-            ml = ptx.lds_v2f32(base + self.off_ml + tid * 8)
-            if head0 + tid < p.heads:
-                self.write_lse(p, token, head0 + tid, ml[0], ml[1])
 
     @cute.jit
     def combine(self, p: Params, base: Int32, tid: Int32, rank: Int32, token: Int32, head0: Int32):
