@@ -8,6 +8,7 @@ addresses; what it must agree with is the order of operands in registers that th
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -398,28 +399,48 @@ def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("name", RECORDS)
+def test_a_slot_of_the_ring_is_filled_once_a_lap(heads: int, name: str) -> None:
+    """Granules on their way or in use are the last `slots` at most; a slot's fillings alternate in parity."""
+    kernel = kernel_of(name, heads)
+    filled: dict[int, list[int]] = {}
+    order: list[int] = []
+    for count in range(40):
+        for granule in range(4):
+            slot, before = kernel.place_in_ring(count, granule)
+            assert 0 <= slot < kernel.slots and before == len(filled.setdefault(slot, [])) % 2
+            filled[slot].append(4 * count + granule)
+            order.append(slot)
+    assert len(filled) == kernel.slots
+    if kernel.wraps:  # the value side steps from a granule's slot to the next one's
+        assert all(after == (slot + 1) % kernel.slots for slot, after in itertools.pairwise(order))
+    else:  # it counts on the distance of a block's granules
+        assert all(order[4 * c + g] - order[4 * c] == g * kernel.depth for c in range(40) for g in range(4))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", RECORDS)
 def test_rooms_of_shared_memory_do_not_overlap(heads: int, name: str) -> None:
     kernel = kernel_of(name, heads, cluster=16)
     wide, rope = kernel.wide, kernel.rope
     starts = sorted(value for name, value in vars(kernel).items() if name.startswith("off_") and name != "off_partial")
     assert starts[0] == 0 and kernel.off_ring == starts[-1]
-    # Blocks in flight. With one, 64 heads of bf16 wait for each block.
-    assert kernel.depth >= (1 if heads == 64 else 2) if wide else kernel.depth >= 3
-    assert kernel.off_ring + 4 * kernel.depth * kernel.granule_bytes <= kernel.shared_bytes <= SHARED_LIMIT
+    # Granules in flight: two blocks at least, or as many as fit.
+    assert kernel.slots >= (7 if heads == 64 else 8) if wide else kernel.slots >= 12
+    assert kernel.off_ring + kernel.slots * kernel.granule_bytes <= kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.granule_bytes == 16 * kernel.record_stride and kernel.record_bytes % 16 == 0
     assert kernel.record_bytes + kernel.scale_bytes <= kernel.record_stride
     assert kernel.record_stride % 128 == (96 if kernel.kind == "v4" else 16)
-    assert kernel.off_barriers + (8 * kernel.depth + 8) * 8 <= kernel.off_mask
-    assert kernel.off_mask + 4 * kernel.depth * 4 <= kernel.off_q
+    assert kernel.off_barriers + (2 * kernel.slots + 8) * 8 <= kernel.off_mask
+    assert kernel.off_mask + kernel.slots * 4 <= kernel.off_q
     assert kernel.off_q + heads * 512 * 2 <= kernel.off_q_rope <= kernel.off_ring - (heads * 128 if rope else 0)
-    assert kernel.off_ml + heads * 8 <= kernel.off_reduce and kernel.off_p + 2 * kernel.copies * heads * 128 <= min(
-        start for start in starts if start > kernel.off_p
-    )
+    weights = kernel.p_buffers * kernel.copies * heads * 128
+    assert kernel.off_p + weights <= min(start for start in starts if start > kernel.off_p)
+    assert kernel.off_ml + heads * 8 <= kernel.off_reduce
     assert kernel.off_ratio + (2 * kernel.scale_rows * 64 * 2 if kernel.scaled_values else 0) <= kernel.off_decay
     # What the other CTAs of a cluster read lies outside of the partial outputs.
     assert max(kernel.off_ml, kernel.off_p) < kernel.off_partial == kernel.off_q
     # The weights of 16 CTAs go over P.
-    assert 16 * heads * 4 <= 2 * kernel.copies * heads * 128
+    assert 16 * heads * 4 <= weights
     assert kernel.off_partial + heads * 516 * 4 <= kernel.shared_bytes
     registers = 2 * kernel.value_registers + kernel.scorers * kernel.score_registers + kernel.gather_registers
     assert registers * 128 <= 65536 // kernel.threads // 8 * 8 * kernel.threads

@@ -253,7 +253,7 @@ def value_fragments(
     kernel: SparseKernel, stage: int, buffer: int, tid: int
 ) -> Iterator[tuple[int, int, tuple[float, float]]]:
     """Of a value thread: record of the first value, output column, and two records' values there."""
-    names = {"warp": tid // 32, "lane": tid % 32, "quad": tid % 4, "stage": stage, "buffer": buffer}
+    names = {"warp": tid // 32, "lane": tid % 32, "quad": tid % 4, "slot": stage, "buffer": buffer}
     at = VALUE.run(kernel, **names)
     for granule in range(4):
         for part in range(kernel.parts):
@@ -327,7 +327,7 @@ def test_rotary_columns_of_values_meet_a_bank_twice_at_most(monkeypatch: pytest.
     for warp in range(8):
         lanes = []
         for lane in range(32):
-            at = VALUE.run(kernel, warp=warp, lane=lane, quad=lane % 4, stage=0, buffer=0)
+            at = VALUE.run(kernel, warp=warp, lane=lane, quad=lane % 4, slot=0, buffer=0)
             lanes.append(
                 [place for four in kernel.unit_columns(at.places, at.tails, 1) for two in four for place in two]
             )

@@ -160,13 +160,13 @@ class Gather(Records, Query):
                 self.prefetch_query(p, tile + step, tid)
             n = Int32(0)
             while n < blocks:
-                slot = warp * self.depth + count % self.depth
+                slot, before = self.place_in_ring(count, warp)
                 address, scales = self.address_of(p, length, block, page, offset)
                 # The loads for later blocks start before anything is waited for: they have arrived when the loop
                 # comes round.
                 page, offset = self.find_page(p, request, length, block + self.cluster, raw)
                 raw = self.load_index(p, token, length, extra, block + 2 * self.cluster, mine)
-                arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (count // self.depth + 1) & 1)
+                arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (before + 1) & 1)
                 self.bring(base, slot, address, scales, lane, p.cache)
                 count = count + 1
                 block = block + self.cluster

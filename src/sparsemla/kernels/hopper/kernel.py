@@ -65,7 +65,7 @@ class SparseKernel(Gather, Score, Value):
         if tid == 0:
             for i in cutlass.range_constexpr(2):
                 ptx.sts_i32(base + self.off_flag + i * 4, Int32(-1))
-            for i in cutlass.range_constexpr(4 * self.depth):
+            for i in cutlass.range_constexpr(self.slots):
                 arch.mbarrier_init(self._barrier(base, self.RAW_FULL, i), 33)
                 arch.mbarrier_init(self._barrier(base, self.RAW_EMPTY, i), (1 + 4 * self.valuers) * each)
             for i in cutlass.range_constexpr(2):

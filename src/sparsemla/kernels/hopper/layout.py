@@ -88,7 +88,7 @@ class Layout:
             8: (96, 104, 56) if kind == "sparse" else (96, 120, 48),
             16: (96, 112, 56) if kind == "sparse" else (96, 120, 48),
             32: (112, 112, 32) if kind == "sparse" else (120, 104, 32),
-            64: (176, 136, 24),
+            64: (176, 128, 32) if fine else (176, 136, 24),
         }[heads]
         # Sets of fragments of K, 64 columns each: one is filled while others are multiplied.
         self.sets = {"sparse": {8: 4, 16: 4, 32: 3, 64: 3}, "wide": {8: 4, 16: 4, 32: 2, 64: 3}}.get(
@@ -117,8 +117,10 @@ class Layout:
             offset = start + size
             return start
 
-        # Two buffers of P, so that scores run a block ahead of the output.
-        self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
+        # Two buffers of P, so that scores run a block ahead of the output. Over bf16 records 64 heads have room for
+        # one: it is free again before the next scores are there.
+        self.p_buffers = 1 if wide and heads == 64 else 2
+        self.off_p = take(self.p_buffers * self.copies * heads * BLOCK * 2, 1024)
         self.off_ratio = take(2 * self.scale_rows * BLOCK * 2 if self.scaled_values else 0)
         self.off_decay = take(2 * heads * 4)
         self.off_max = take(heads * 4)
@@ -131,22 +133,40 @@ class Layout:
         self.off_mask = take(4 * MAX_DEPTH * 4)
         self.off_q = take(heads * LATENT * 2, 1024)
         self.off_q_rope = take(heads * ROPE * 2 if rope else 0, 1024)
-        # Granules a warp has in the ring: as many as fit.
-        self.depth = min(MAX_DEPTH, (SHARED_LIMIT - offset) // (4 * self.granule_bytes))
-        self.off_ring = take(4 * self.depth * self.granule_bytes)
+        # Granules in the ring, the same number for each warp; or, where that would be a single one, as many as fit.
+        fitting = (SHARED_LIMIT - offset) // self.granule_bytes
+        self.depth = min(MAX_DEPTH, fitting // 4)
+        self.slots = 4 * self.depth if self.depth > 1 else fitting
+        self.wraps = self.slots != 4 * self.depth  # blocks do not begin at the same slot of each lap
+        self.off_ring = take(self.slots * self.granule_bytes)
         # Partial outputs of a token that is cut lie over query and ring, when all are done with them.
         self.off_partial = self.off_q
         self.shared_bytes = max(offset, self.off_partial + heads * O_STRIDE * 4)
         # mbarriers: two for every granule of the ring, two for every buffer of P, then one each.
-        self.RAW_FULL, self.RAW_EMPTY = 0, 4 * self.depth
+        self.RAW_FULL, self.RAW_EMPTY = 0, self.slots
         self.P_FULL, self.P_EMPTY, self.Q_FULL, self.ML_FULL, self.ML_EMPTY, self.TURN = (
-            8 * self.depth + i for i in (0, 2, 4, 5, 6, 7)
+            2 * self.slots + i for i in (0, 2, 4, 5, 6, 7)
         )
 
     def _barrier(self, base: Any, kind: int, index: Any = 0) -> Any:
         return cute.make_ptr(
             Int64, base + self.off_barriers + (kind + index) * 8, cute.AddressSpace.smem, assumed_align=8
         )
+
+    def buffer_of(self, count: Any) -> Any:
+        """Buffer of P of block `count`."""
+        return count & (self.p_buffers - 1)
+
+    def use_of(self, count: Any) -> Any:
+        """How often it was used before."""
+        return count >> (self.p_buffers - 1)
+
+    def place_in_ring(self, count: Any, granule: Any) -> tuple[Any, Any]:
+        """Slot of a granule of block `count` in the ring, and how often (modulo 2) it was filled before."""
+        if not self.wraps:  # a warp's granules lie together
+            return granule * self.depth + count % self.depth, (count // self.depth) & 1
+        sequence = count * 4 + granule
+        return sequence % self.slots, (sequence // self.slots) & 1
 
     def _smem(self, address: Any, dtype: Any, kind: Any, shape: tuple[int, int], order: tuple[int, int]) -> Any:
         layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
