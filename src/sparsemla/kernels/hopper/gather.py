@@ -21,7 +21,7 @@ class Gather(Records, Query):
     @cute.jit
     def load_index(self, p: Params, token: Int32, length: Int32, extra: Int32, block: Int32, row: Int32):
         """The raw index of one record of a block (global block number); -1 past the end."""
-        first_blocks = ((length + (BLOCK - 1)) >> 6)
+        first_blocks = self.blocks_of(length)
         column = block * BLOCK + row
         address = p.indices + Int64(token) * p.indices_stride + Int64(column) * 4
         inside = Int32(column < length)
@@ -37,7 +37,7 @@ class Gather(Records, Query):
         still be on its way."""
         page = Int32(-1)
         offset = Int32(0)
-        if block >= ((length + (BLOCK - 1)) >> 6):
+        if block >= self.blocks_of(length):
             if (raw >= 0) & (raw < p.extra_slots):
                 page = ptx.divide(raw, p.extra_magic, p.extra_shift)
                 offset = raw - page * p.extra_block
@@ -68,7 +68,7 @@ class Gather(Records, Query):
         scales = Int64(0)
         start = Int64(0)
         size = p.block_size
-        if block >= ((length + (BLOCK - 1)) >> 6):
+        if block >= self.blocks_of(length):
             if page >= 0:
                 start = p.extra_cache + Int64(page) * p.extra_page_stride
                 size = p.extra_block

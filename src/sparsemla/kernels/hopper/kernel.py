@@ -59,8 +59,8 @@ class SparseKernel(Gather, Score, Value):
         warp = arch.make_warp_uniform(arch.warp_idx())
         base = arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
         rank = arch.block_idx()[0] & (self.cluster - 1)
-        first = arch.block_idx()[0] >> (self.cluster.bit_length() - 1)
-        step = arch.grid_dim()[0] >> (self.cluster.bit_length() - 1)
+        first = arch.block_idx()[0] >> self.cluster_log2
+        step = arch.grid_dim()[0] >> self.cluster_log2
         each = 32 if self.checked else 1  # arrivals of a warp
         if tid == 0:
             for i in cutlass.range_constexpr(2):

@@ -65,6 +65,7 @@ class Layout:
         self.wide = wide = kind == "wide"
         self.fine = fine = kind in ("v4", "v41")
         self.cluster = cluster
+        self.cluster_log2 = cluster.bit_length() - 1
         # Warpgroups a job. Two have half of the output's columns each. Where registers allow, two take the scores of
         # the blocks in turn.
         self.valuers, self.scorers = 2, 1 if heads == 64 else 2
@@ -228,8 +229,13 @@ class Layout:
             extra = cutlass.min(cutlass.max(given, Int32(0)), p.extra_topk)
         return length, extra, request
 
+    def blocks_of(self, length: Any) -> Any:
+        """Blocks that hold `length` records. Shifts and masks stand for divisions throughout: the compiler does not
+        know that nothing here is negative, and rounds towards minus infinity in many instructions."""
+        return (length + (BLOCK - 1)) >> (BLOCK.bit_length() - 1)
+
     @cute.jit
     def my_blocks(self, length: Int32, extra: Int32, rank: Int32):
         """Blocks of this CTA: every `cluster`-th of the first set's blocks followed by the extra set's."""
-        blocks = ((length + (BLOCK - 1)) >> 6) + ((extra + (BLOCK - 1)) >> 6)
-        return (blocks - rank + (self.cluster - 1)) >> (self.cluster.bit_length() - 1)
+        blocks = self.blocks_of(length) + self.blocks_of(extra)
+        return (blocks - rank + (self.cluster - 1)) >> self.cluster_log2

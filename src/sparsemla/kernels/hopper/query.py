@@ -37,7 +37,7 @@ class Query(Layout):
                 row = (start + t) * (2 * warps) + warp * 2 + (lane >> 4)
                 head = head0 + row
                 present = Int32((head < p.heads) & (row < self.heads))
-                chunk = (lane & 15)
+                chunk = lane & 15
                 here = p.q_nope + Int64(token) * p.q_nope_token + Int64(head) * p.q_nope_head + Int64(chunk) * 16
                 for i in cutlass.range_constexpr(4):
                     there_is = present
@@ -64,7 +64,7 @@ class Query(Layout):
     @cute.jit
     def store_query(self, p: Params, base: Int32, row: Int32, lane: Int32, words: cute.Tensor, t: cutlass.Constexpr):
         """Row `row` of the query tile, lane's share of it in words[t], to shared memory."""
-        chunk = (lane & 15)
+        chunk = lane & 15
         # The magnitude of a bf16 is ordered as its bits are.
         pair = words[t, 0, 0] & 0x7FFF7FFF
         for i in cutlass.range_constexpr(5 if self.rope else 4):

@@ -225,7 +225,9 @@ class Score(Products, Query):
                     reduce_here = base + self.off_reduce + 8 * (m1 & 3)
                     maxima_here = base + self.off_max + 8 * (m1 & 3)
                     # Rare: move the maxima. The room for this block's factors must be free first.
-                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, self.buffer_of(count)), (self.use_of(count) + 1) & 1)
+                    arch.mbarrier_wait(
+                        self._barrier(base, self.P_EMPTY, self.buffer_of(count)), (self.use_of(count) + 1) & 1
+                    )
                     for j in cutlass.range_constexpr(tiles_n):
                         peak = []
                         for c in cutlass.range_constexpr(2):
