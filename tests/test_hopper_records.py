@@ -419,6 +419,22 @@ def test_a_slot_of_the_ring_is_filled_once_a_lap(heads: int, name: str) -> None:
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("name", RECORDS)
+def test_blocks_take_turns_with_the_buffers_of_p(heads: int, name: str) -> None:
+    kernel = kernel_of(name, heads)
+    used = [0] * kernel.p_buffers
+    for count in range(12):
+        buffer = kernel.buffer_of(count)
+        assert buffer == count % kernel.p_buffers and kernel.use_of(count) == used[buffer]
+        used[buffer] += 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 2047, 2048])
+def test_blocks_of_a_length(length: int) -> None:
+    assert kernel_of(RECORDS[0], 8).blocks_of(length) == -(-length // 64)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", RECORDS)
 def test_rooms_of_shared_memory_do_not_overlap(heads: int, name: str) -> None:
     kernel = kernel_of(name, heads, cluster=16)
     wide, rope = kernel.wide, kernel.rope

@@ -129,6 +129,8 @@ class Layout:
         self.off_ml = take(heads * 8)
         self.off_reduce = take(4 * self.scorers * heads * 4)
         self.off_q_factor = take(heads * 4)
+        # Words: a buffer of P each, the last of its blocks that moved the maxima; the last one of all; whether there
+        # was a key.
         self.off_flag = take(16)
         self.off_barriers = take((8 * MAX_DEPTH + 8) * 8)
         self.off_mask = take(4 * MAX_DEPTH * 4)
