@@ -46,12 +46,12 @@ COMPILING = 0.4
 """Of the budget, at most this may go into compiling."""
 
 TRIALS: dict[int, tuple[Shape, ...]] = {
-    64: (Shape(32, 128, 16, 128, 1), Shape(32, 64, 8, 0, 1), Shape(64, 32, 8, 0, 1), Shape(32, 32, 4, 0, 2)),
+    64: (Shape(32, 128, 8, 0, 1), Shape(64, 16, 4, 0, 2, 256), Shape(32, 64, 8, 0, 1), Shape(64, 64, 8, 0, 1, 256)),
     16: (Shape(16, 32, 4, 0, 2), Shape(16, 64, 8, 0, 1)),
     32: (Shape(32, 128, 16, 128, 1), Shape(16, 64, 4, 0, 2), Shape(32, 64, 8, 0, 1)),
 }
 """Tile shapes tried beside the table's, by number of heads, the likeliest first."""
-OTHER_TRIALS = (Shape(32, 64, 8, 0, 1), Shape(64, 32, 8, 0, 1))
+OTHER_TRIALS = (Shape(32, 128, 8, 0, 1), Shape(64, 32, 4, 0, 2, 256))
 """Those tried with 64 heads of the other formats."""
 
 

@@ -217,7 +217,9 @@ def test_the_user_s_table_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path:
     shapes.shape_for.cache_clear()
 
 
-@pytest.mark.parametrize("wrong", [{"heads": 8}, {"keys": 48}, {"warps": 3}, {"registers": 300}, {"per_sm": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"heads": 8}, {"keys": 48}, {"warps": 3}, {"registers": 300}, {"per_sm": 0}, {"columns": 128}]
+)
 def test_shapes_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         shapes.Shape(**{"heads": 16, "keys": 32, "warps": 4, "registers": 0, "per_sm": 1, **wrong})

@@ -223,6 +223,25 @@ def test_the_kernel_s_own_plan_as_a_plan(runner: Runner) -> None:
     check_call(call, runner, schedule=plan)
 
 
+@pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
+@pytest.mark.parametrize("planned", [False, True], ids=["uniform", "plan"])
+def test_two_programs_share_the_output_s_columns(
+    fmt: KVFormat, d_qk: int, planned: bool, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has half of the columns and all of the scores: whole rows and pieces, a sink, a second cache."""
+    from sparsemla.kernels.triton import launch
+
+    setting = launch.setting_of(runner.device, fmt, 18)
+    halves = dataclasses.replace(setting.shape, heads=16, keys=32, columns=256)
+    monkeypatch.setattr(launch, "setting_of", lambda *_: launch.Setting(setting.arch, halves, setting.slots))
+    assert launch.parts_of(halves, fmt) == (1 if fmt is KVFormat.FP8_V4 else 2)
+    call = random_call(
+        rows=3, heads=18, topk=200, num_pages=6, fmt=fmt, d_qk=d_qk, lengths=True, sink=True, extra_topk=70
+    )
+    plan = SplitSchedule.plan(requests=3, heads=18, topk=200, extra_topk=70, num_sms=8) if planned else None
+    check_call(call, runner, schedule=plan)
+
+
 def test_tuning_writes_the_fastest_shape(runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole of it, over two shapes and a small call; the entry is what the kernel takes from then on."""
     from sparsemla.kernels.triton import launch, shapes, tune

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device code: the attention kernel. One program takes one query row, one tile of its heads and one piece of its keys.
+"""Device code: the attention kernel. One program takes one query row, one tile of its heads, one piece of its keys, and
+the output's columns, or half of them where a tile is so large that they would not fit its registers.
 
 The same kernel serves decode, prefill and mixed batches. It walks over the keys of the call's cache and then over
 those of the extra cache, tile by tile, and leaves either the answer or, for a piece of a split row, a partial answer
@@ -15,18 +16,26 @@ from sparsemla.kernels.triton.keys import (
     BF16,
     FLOAT32_SCALES,
     V4,
+    V41,
     bias_of,
     fetch,
     locate,
     operands,
+    rotary_operand,
+    segment,
     spread,
 )
 from sparsemla.kernels.triton.query import load_query, query_factor
 from sparsemla.kernels.triton.softmax import (
     add_values,
+    first_of,
+    last_step_of,
+    packed,
     refer,
     score,
+    second_of,
     sink_gate,
+    step_of,
     times,
     to_bfloat16,
     unreferred,
@@ -53,9 +62,31 @@ def _length(lengths, row, limit):
 
 
 @triton.jit
+def look_ahead(
+    pool, record_at, scale_at, valid, part, index_row, columns, end, last_slot, block_size, block_magic, block_shift,
+    table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+    POSITIONS: tl.constexpr, SHARDED: tl.constexpr, KIND: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
+    ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, SCALE_BYTES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The bytes of the records that were located last, and where those of the keys at `columns` lie."""
+    codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
+        pool + record_at, pool + scale_at, valid, part, KIND, ROPE, ROPE_AT, SCALE_AT, PARTS
+    )
+    bias = bias_of(valid)
+    record_at, scale_at, valid = locate(
+        index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+        table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+        POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+    )  # fmt: skip
+    return codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid
+
+
+@triton.jit
 def walk(
     # the running softmax and output
     top, sums, reference, out0, out1, out2, out3, out4,
+    # which columns of it
+    part,
     # queries
     nope, nope_head, rope, rope_head, heads, wanted, power, factor,
     # keys
@@ -66,15 +97,15 @@ def walk(
     SCALE_BYTES: tl.constexpr,
     # the variant
     POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Adds columns begin to end of one set of keys to the running softmax and output."""
     half: tl.constexpr = KIND != BF16
     last: tl.constexpr = 64 if KIND == V4 else 128
-    query0 = load_query(nope, nope_head, heads, wanted, power, 0, 128, half)
-    query1 = load_query(nope, nope_head, heads, wanted, power, 128, 128, half)
-    query2 = load_query(nope, nope_head, heads, wanted, power, 256, 128, half)
-    query3 = load_query(nope, nope_head, heads, wanted, power, 384, last, half)
+    query0 = load_query(nope, nope_head, heads, wanted, power, 128 * segment(part, 0, PARTS), 128, half)
+    query1 = load_query(nope, nope_head, heads, wanted, power, 128 * segment(part, 1, PARTS), 128, half)
+    query2 = load_query(nope, nope_head, heads, wanted, power, 128 * segment(part, 2, PARTS), 128, half)
+    query3 = load_query(nope, nope_head, heads, wanted, power, 128 * segment(part, 3, PARTS), last, half)
     if ROPE > 0:
         query4 = load_query(rope, rope_head, heads, wanted, power, 0, ROPE, False)
 
@@ -85,71 +116,85 @@ def walk(
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
         POSITIONS, SHARDED, RECORD, SCALE_BYTES,
     )  # fmt: skip
-    codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
-        pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
-    )
-    bias = bias_of(valid)
-    columns += KEYS
-    record_at, scale_at, valid = locate(
-        index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
+    codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid = look_ahead(
+        pool, record_at, scale_at, valid, part, index_row, columns + KEYS, end,
+        last_slot, block_size, block_magic, block_shift,
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
-        POSITIONS, SHARDED, RECORD, SCALE_BYTES,
+        POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
     )  # fmt: skip
     for start in tl.range(begin, end, KEYS, num_stages=1):
         key0, key1, key2, key3, scale0, scale1, scale2, scale3, largest = operands(
-            codes0, codes1, codes2, codes3, raw0, raw1, raw2, raw3, KIND, CONVERT
+            codes0, codes1, codes2, codes3, raw0, raw1, raw2, raw3, part, KIND, CONVERT, PARTS
         )
-        none = tl.zeros((HEADS, KEYS), tl.float32)
-        if KIND == FLOAT32_SCALES:
-            scores = score(query0, key0, none, INTERPRETED) * scale0[None, :]
-            scores += score(query1, key1, none, INTERPRETED) * scale1[None, :]
-            scores += score(query2, key2, none, INTERPRETED) * scale2[None, :]
-            scores += score(query3, key3, none, INTERPRETED) * scale3[None, :]
-        else:
-            scores = score(query0, key0, none, INTERPRETED)
-            scores = score(query1, key1, scores, INTERPRETED)
-            scores = score(query2, key2, scores, INTERPRETED)
-            scores = score(query3, key3, scores, INTERPRETED)
-            if KIND != BF16:
-                scores *= scale0[None, :]
+        present = rotary_operand(rotary, KIND, ROPE, CONVERT)
+        # One accumulator: between segments it is multiplied with what makes the sum of all products so far one in units
+        # of the next segment's scale. Numbers of keys are packed where they are needed: where scores are, each takes a
+        # register for every key that a thread has.
         if ROPE > 0:
-            scores = score(query4, rotary, scores, INTERPRETED)
+            rotary_scores = score(query4, present, tl.zeros((HEADS, KEYS), tl.float32), INTERPRETED)
+        scores = score(query0, key0, tl.zeros((HEADS, KEYS), tl.float32), INTERPRETED)
+        if KIND == FLOAT32_SCALES:
+            steps12 = packed(step_of(scale0, scale1, largest), step_of(scale1, scale2, largest))
+            scores *= first_of(steps12)
+        scores = score(query1, key1, scores, INTERPRETED)
+        if KIND == FLOAT32_SCALES:
+            scores *= second_of(steps12)
+        scores = score(query2, key2, scores, INTERPRETED)
+        if KIND == FLOAT32_SCALES:
+            steps34 = packed(step_of(scale2, scale3, largest), last_step_of(scale3, largest))
+            scores *= first_of(steps34)
+        scores = score(query3, key3, scores, INTERPRETED)
+        if KIND == FLOAT32_SCALES:
+            scores *= second_of(steps34)
+        biases = packed(bias, largest)
+        if KIND == V4 or KIND == V41:
+            scores *= second_of(biases)  # one scale for all segments
+        if ROPE > 0:
+            scores += rotary_scores
 
-        present = rotary
-        present_bias = bias
-        codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3 = fetch(
-            pool + record_at, pool + scale_at, valid, KIND, ROPE, ROPE_AT, SCALE_AT
-        )
-        bias = bias_of(valid)
-        columns = start + 2 * KEYS + tl.arange(0, KEYS)
-        record_at, scale_at, valid = locate(
-            index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
-            table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
-            POSITIONS, SHARDED, RECORD, SCALE_BYTES,
-        )  # fmt: skip
-
-        weights, top, sums, keep = weigh(scores, present_bias, top, sums, factor)
+        # The next tile's loads are on their way during the softmax; later where products are asynchronous, as in tiles
+        # whose output is shared: each product has a fence before it, which waits for loads, too.
+        if PARTS == 1:
+            (
+                codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid
+            ) = look_ahead(
+                pool, record_at, scale_at, valid, part, index_row, start + 2 * KEYS + tl.arange(0, KEYS), end,
+                last_slot, block_size, block_magic, block_shift,
+                table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+                POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
+            )  # fmt: skip
+        weights, top, sums, keep = weigh(scores, first_of(biases), top, sums, factor)
         fade = keep
         if SCALED:
-            weights_of, reference, fade = refer(weights, largest, keep, reference)
+            weights_of, reference, fade = refer(weights, second_of(biases), keep, reference)
         else:
             weights_of = weights
         fades = fade[:, None]
-        out0 = add_values(times(weights_of, scale0, KIND), key0, out0 * fades, INTERPRETED)
-        out1 = add_values(times(weights_of, scale1, KIND), key1, out1 * fades, INTERPRETED)
-        out2 = add_values(times(weights_of, scale2, KIND), key2, out2 * fades, INTERPRETED)
-        out3 = add_values(times(weights_of, scale3, KIND), key3, out3 * fades, INTERPRETED)
+        scales01 = packed(scale0, scale1)
+        out0 = add_values(times(weights_of, first_of(scales01), KIND), key0, out0 * fades, INTERPRETED)
+        out1 = add_values(times(weights_of, second_of(scales01), KIND), key1, out1 * fades, INTERPRETED)
+        if PARTS == 1:
+            scales23 = packed(scale2, scale3)
+            out2 = add_values(times(weights_of, first_of(scales23), KIND), key2, out2 * fades, INTERPRETED)
+            out3 = add_values(times(weights_of, second_of(scales23), KIND), key3, out3 * fades, INTERPRETED)
         if KIND == V4:
             out4 = add_values(weights, present, out4 * keep[:, None], INTERPRETED)
+        if PARTS > 1:
+            (
+                codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid
+            ) = look_ahead(
+                pool, record_at, scale_at, valid, part, index_row, start + 2 * KEYS + tl.arange(0, KEYS), end,
+                last_slot, block_size, block_magic, block_shift,
+                table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+                POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
+            )  # fmt: skip
     return top, sums, reference, out0, out1, out2, out3, out4
 
 
 @triton.jit
-def _store(
-    row, head_stride, heads, wanted, output, FIRST: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """Stores columns FIRST and on of the heads of one row, as bfloat16 or float32, whichever `row` points to."""
-    pointers = row + heads[:, None] * head_stride + (FIRST + spread(WIDTH))[None, :]
+def _store(row, head_stride, heads, wanted, output, first, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Stores columns `first` and on of the heads of one row, as bfloat16 or float32, whichever `row` points to."""
+    pointers = row + heads[:, None] * head_stride + (first + spread(WIDTH))[None, :]
     if row.dtype.element_ty == tl.bfloat16:
         output = to_bfloat16(output, INTERPRETED).to(tl.bfloat16)
     tl.store(pointers, output, mask=wanted[:, None])
@@ -178,10 +223,14 @@ def attend(
     EXTRA_KIND: tl.constexpr, EXTRA_RECORD: tl.constexpr, EXTRA_ROPE_AT: tl.constexpr, EXTRA_SCALE_AT: tl.constexpr,
     EXTRA_SCALE_BYTES: tl.constexpr,
     WORK: tl.constexpr, POSITIONS: tl.constexpr, SHARDED: tl.constexpr, SCALED: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, CONVERT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """See launch.py for the arguments. Strides are in elements, those of pools in bytes."""
     program = tl.program_id(0)
+    part = 0
+    if PARTS > 1:
+        part = program % PARTS
+        program = program // PARTS
     tile = program % head_tiles
     item = program // head_tiles
     if WORK == TABLE:
@@ -201,6 +250,9 @@ def attend(
     row64 = row.to(tl.int64)
     heads32 = tile * HEADS + tl.arange(0, HEADS)
     wanted = heads32 < num_heads
+    once = wanted  # what only one of the programs that share a row's columns stores
+    if PARTS > 1:
+        once = heads32 < num_heads * (1 - part)
     heads = heads32.to(tl.int64)
 
     length = _length(lengths, row64, topk)
@@ -234,7 +286,7 @@ def attend(
 
     last: tl.constexpr = 64 if KIND == V4 else 128
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    sums = tl.zeros((HEADS, KEYS), tl.float32)  # reduced at the end: once, not for every tile
+    sums = tl.zeros((HEADS,), tl.float32)
     reference = tl.zeros((HEADS,), tl.float32)
     out0 = tl.zeros((HEADS, 128), tl.float32)
     out1 = tl.zeros((HEADS, 128), tl.float32)
@@ -242,13 +294,13 @@ def attend(
     out3 = tl.zeros((HEADS, last), tl.float32)
     out4 = tl.zeros((HEADS, 64), tl.float32)
     top, sums, reference, out0, out1, out2, out3, out4 = walk(
-        top, sums, reference, out0, out1, out2, out3, out4,
+        top, sums, reference, out0, out1, out2, out3, out4, part,
         nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
         pool.to(tl.pointer_type(tl.uint8)), page_stride, last_slot, block_size, block_magic, block_shift,
         indices + row64 * indices_row, begin, end,
         table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
         KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES,
-        POSITIONS, SHARDED, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
+        POSITIONS, SHARDED, SCALED, HEADS, KEYS, PARTS, CONVERT, INTERPRETED,
     )  # fmt: skip
     if extra_indices is not None:
         extra_begin = 0
@@ -257,19 +309,18 @@ def attend(
             extra_begin = tl.maximum(begin_block - blocks, 0) * BLOCK
             extra_end = tl.minimum(extra_length, (end_block - blocks) * BLOCK)
         top, sums, reference, out0, out1, out2, out3, out4 = walk(
-            top, sums, reference, out0, out1, out2, out3, out4,
+            top, sums, reference, out0, out1, out2, out3, out4, part,
             nope, q_nope_head, rope, q_rope_head, heads, wanted, power, factor,
             extra_pool.to(tl.pointer_type(tl.uint8)), extra_page_stride, extra_last_slot,
             extra_block_size, extra_block_magic, extra_block_shift,
             extra_indices + row64 * extra_indices_row, extra_begin, extra_end,
             table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave,
             EXTRA_KIND, ROPE, EXTRA_RECORD, EXTRA_ROPE_AT, EXTRA_SCALE_AT, EXTRA_SCALE_BYTES,
-            False, False, SCALED, HEADS, KEYS, CONVERT, INTERPRETED,
+            False, False, SCALED, HEADS, KEYS, PARTS, CONVERT, INTERPRETED,
         )  # fmt: skip
 
-    total = tl.sum(sums, 1)
-    nothing = total == 0.0
-    total = tl.where(nothing, 1.0, total)
+    nothing = sums == 0.0
+    total = tl.where(nothing, 1.0, sums)
     share = 1.0 / total
     if SCALED:
         share = unreferred(reference, total)
@@ -284,7 +335,7 @@ def attend(
         whole = slot < 0
     if whole:
         lse_value = tl.where(nothing, float("-inf"), (top * factor + tl.log2(total)) * _LN2)
-        tl.store(lse + row64 * lse_row + heads * lse_head, lse_value, mask=wanted)
+        tl.store(lse + row64 * lse_row + heads * lse_head, lse_value, mask=once)
         if sink is not None:
             gate = sink_gate(tl.load(sink + heads, mask=wanted, other=0.0), lse_value, nothing)
             out0 *= gate[:, None]
@@ -293,10 +344,11 @@ def attend(
             out3 *= gate[:, None]
             out4 *= gate[:, None]
         at = out + row64 * out_row
-        _store(at, out_head, heads, wanted, out0, 0, 128, INTERPRETED)
-        _store(at, out_head, heads, wanted, out1, 128, 128, INTERPRETED)
-        _store(at, out_head, heads, wanted, out2, 256, 128, INTERPRETED)
-        _store(at, out_head, heads, wanted, out3, 384, last, INTERPRETED)
+        _store(at, out_head, heads, wanted, out0, 256 * part, 128, INTERPRETED)
+        _store(at, out_head, heads, wanted, out1, 256 * part + 128, 128, INTERPRETED)
+        if PARTS == 1:
+            _store(at, out_head, heads, wanted, out2, 256, 128, INTERPRETED)
+            _store(at, out_head, heads, wanted, out3, 384, last, INTERPRETED)
         if KIND == V4:
             _store(at, out_head, heads, wanted, out4, 448, 64, INTERPRETED)
     if WORK != WHOLE:
@@ -304,10 +356,11 @@ def attend(
             unit = tl.maximum(factor, 1.0)
             value = tl.where(nothing, float("-inf"), top * (factor / unit) + tl.log2(total) / unit)
             at = accumulators + partial * num_heads * (512 + 1)
-            tl.store(at + heads * 513 + 512, value, mask=wanted)
-            _store(at, 513, heads, wanted, out0, 0, 128, INTERPRETED)
-            _store(at, 513, heads, wanted, out1, 128, 128, INTERPRETED)
-            _store(at, 513, heads, wanted, out2, 256, 128, INTERPRETED)
-            _store(at, 513, heads, wanted, out3, 384, last, INTERPRETED)
+            tl.store(at + heads * 513 + 512, value, mask=once)
+            _store(at, 513, heads, wanted, out0, 256 * part, 128, INTERPRETED)
+            _store(at, 513, heads, wanted, out1, 256 * part + 128, 128, INTERPRETED)
+            if PARTS == 1:
+                _store(at, 513, heads, wanted, out2, 256, 128, INTERPRETED)
+                _store(at, 513, heads, wanted, out3, 384, last, INTERPRETED)
             if KIND == V4:
                 _store(at, 513, heads, wanted, out4, 448, 64, INTERPRETED)

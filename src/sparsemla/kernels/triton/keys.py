@@ -195,73 +195,91 @@ def _settled(values, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def _bytes(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """(N, WIDTH) uint8 from byte FIRST of the records on."""
-    return tl.load(record[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
+def _bytes(record, valid, first, WIDTH: tl.constexpr):
+    """(N, WIDTH) uint8 from byte `first` of the records on."""
+    return tl.load(record[:, None] + (first + tl.arange(0, WIDTH))[None, :], mask=valid[:, None], other=0)
 
 
 @triton.jit
-def _words(record, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """(N, WIDTH) int32 from byte FIRST of the records on."""
-    start = (record + FIRST).to(tl.pointer_type(tl.int32))
+def _words(record, valid, first, WIDTH: tl.constexpr):
+    """(N, WIDTH) int32 from byte `first` of the records on."""
+    start = (record + first).to(tl.pointer_type(tl.int32))
     return tl.load(start[:, None] + tl.arange(0, WIDTH)[None, :], mask=valid[:, None], other=0)
 
 
 @triton.jit
-def _bfloat16(record, valid, OFFSET: tl.constexpr, WIDTH: tl.constexpr):
-    """(N, WIDTH) bfloat16 that lie OFFSET bytes into the records."""
-    start = (record + OFFSET).to(tl.pointer_type(tl.bfloat16))
+def _bfloat16(record, valid, offset, WIDTH: tl.constexpr):
+    """(N, WIDTH) bfloat16 that lie `offset` bytes into the records."""
+    start = (record + offset).to(tl.pointer_type(tl.bfloat16))
     return tl.load(start[:, None] + spread(WIDTH)[None, :], mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def _column(matrix, WHICH: tl.constexpr):
-    """(N,) column WHICH of (N, 4)."""
-    return tl.sum(tl.where((tl.arange(0, 4) == WHICH)[None, :], matrix, 0.0), 1)
+def _column(matrix, which):
+    """(N,) column `which` of (N, 4)."""
+    return tl.sum(tl.where((tl.arange(0, 4) == which)[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def segment(part, which: tl.constexpr, PARTS: tl.constexpr):
+    """Which segment of the leading columns a program calls its `which`-th: of two programs that share a row's output,
+    each with two segments of it, the second one calls the last two its first."""
+    if PARTS == 1:
+        return which
+    else:
+        return (which + 2 * part) % 4
 
 
 @triton.jit
 def fetch(
-    record, scale_row, valid, KIND: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr
-):
+    record, scale_row, valid, part, KIND: tl.constexpr, ROPE: tl.constexpr, ROPE_AT: tl.constexpr,
+    SCALE_AT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """The bytes of a tile of records: four segments, the rotary columns, what each segment's scales are made of."""
+    first0 = 128 * segment(part, 0, PARTS)
+    first1 = 128 * segment(part, 1, PARTS)
+    first2 = 128 * segment(part, 2, PARTS)
+    first3 = 128 * segment(part, 3, PARTS)
     rotary = 0
     scale0 = 0
     scale1 = 0
     scale2 = 0
     scale3 = 0
     if KIND == BF16:
-        codes0 = _bfloat16(record, valid, 0, 128)
-        codes1 = _bfloat16(record, valid, 256, 128)
-        codes2 = _bfloat16(record, valid, 512, 128)
-        codes3 = _bfloat16(record, valid, 768, 128)
+        codes0 = _bfloat16(record, valid, 2 * first0, 128)
+        codes1 = _bfloat16(record, valid, 2 * first1, 128)
+        codes2 = _bfloat16(record, valid, 2 * first2, 128)
+        codes3 = _bfloat16(record, valid, 2 * first3, 128)
     elif KIND == FLOAT32_SCALES:
-        codes0 = _words(record, valid, 0, 32)
-        codes1 = _words(record, valid, 128, 32)
-        codes2 = _words(record, valid, 256, 32)
-        codes3 = _words(record, valid, 384, 32)
+        codes0 = _words(record, valid, first0, 32)
+        codes1 = _words(record, valid, first1, 32)
+        codes2 = _words(record, valid, first2, 32)
+        codes3 = _words(record, valid, first3, 32)
         start = (record + SCALE_AT).to(tl.pointer_type(tl.float32))
         scale0 = tl.load(start[:, None] + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0.0)
     elif KIND == V4:
-        codes0 = _words(record, valid, 0, 32)
-        codes1 = _words(record, valid, 128, 32)
-        codes2 = _words(record, valid, 256, 32)
+        codes0 = _words(record, valid, first0, 32)
+        codes1 = _words(record, valid, first1, 32)
+        codes2 = _words(record, valid, first2, 32)
         codes3 = _words(record, valid, 384, 16)
         scale0 = _bytes(scale_row, valid, 0, 2)
         scale1 = _bytes(scale_row, valid, 2, 2)
         scale2 = _bytes(scale_row, valid, 4, 2)
         scale3 = _bytes(scale_row, valid, 6, 1)
     else:
-        codes0 = _words(record, valid, 0, 32)
-        codes1 = _words(record, valid, 128, 32)
-        codes2 = _words(record, valid, 256, 32)
-        codes3 = _words(record, valid, 384, 32)
-        scale0 = _bytes(scale_row, valid, 0, 4)
-        scale1 = _bytes(scale_row, valid, 4, 4)
-        scale2 = _bytes(scale_row, valid, 8, 4)
-        scale3 = _bytes(scale_row, valid, 12, 4)
+        codes0 = _words(record, valid, first0, 32)
+        codes1 = _words(record, valid, first1, 32)
+        codes2 = _words(record, valid, first2, 32)
+        codes3 = _words(record, valid, first3, 32)
+        scale0 = _bytes(scale_row, valid, first0 // 32, 4)
+        scale1 = _bytes(scale_row, valid, first1 // 32, 4)
+        scale2 = _bytes(scale_row, valid, first2 // 32, 4)
+        scale3 = _bytes(scale_row, valid, first3 // 32, 4)
     if ROPE > 0:
-        rotary = _bfloat16(record, valid, ROPE_AT, ROPE)
+        if KIND == BF16:
+            rotary = _bfloat16(record, valid, ROPE_AT, ROPE)
+        else:  # in the arrangement of the other words: where a record lies is then worked out once
+            rotary = _words(record, valid, ROPE_AT, ROPE // 2)
     return codes0, codes1, codes2, codes3, rotary, scale0, scale1, scale2, scale3
 
 
@@ -276,7 +294,10 @@ def _brought(codes, exponents, largest, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIND: tl.constexpr, CONVERT: tl.constexpr):
+def operands(
+    codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, part, KIND: tl.constexpr, CONVERT: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
     """What `fetch` fetched, as matrix operands.
 
     Returns:
@@ -291,10 +312,10 @@ def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIN
         key2 = _settled(e4m3_to_float16(codes2, CONVERT), CONVERT)
         key3 = _settled(e4m3_to_float16(codes3, CONVERT), CONVERT)
         scales = scale0
-        scale0 = _column(scales, 0)
-        scale1 = _column(scales, 1)
-        scale2 = _column(scales, 2)
-        scale3 = _column(scales, 3)
+        scale0 = _column(scales, segment(part, 0, PARTS))
+        scale1 = _column(scales, segment(part, 1, PARTS))
+        scale2 = _column(scales, segment(part, 2, PARTS))
+        scale3 = _column(scales, segment(part, 3, PARTS))
         return key0, key1, key2, key3, scale0, scale1, scale2, scale3, tl.max(tl.abs(scales), 1)
     else:
         largest = tl.maximum(
@@ -309,6 +330,27 @@ def operands(codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, KIN
         scale = ((largest - _HEADROOM) << 23).to(tl.float32, bitcast=True)
         scale = tl.where(largest == 255, float("nan"), scale)
         return key0, key1, key2, key3, scale, scale, scale, scale, scale
+
+
+@triton.jit
+def rotary_operand(rotary, KIND: tl.constexpr, ROPE: tl.constexpr, CONVERT: tl.constexpr):
+    """The rotary columns as `fetch` fetched them, (N, ROPE) bfloat16."""
+    if ROPE == 0 or KIND == BF16:
+        return rotary
+    elif CONVERT == PLAIN:
+        low = (rotary & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = ((rotary >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return tl.reshape(tl.join(low, high), (rotary.shape[0], ROPE))
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;",
+            "=h,=h,r",
+            [rotary],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+        return tl.reshape(tl.join(low, high), (rotary.shape[0], ROPE))
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def setting_of(device: torch.device, fmt: KVFormat, heads: int) -> Setting:
 def pieces_for(device: torch.device, fmt: KVFormat, *, rows: int, heads: int, topk: int, extra_topk: int) -> int:
     """Pieces a row of a call without a plan."""
     setting = setting_of(device, fmt, heads)
-    tiles = rows * -(-heads // setting.shape.heads)
+    tiles = rows * -(-heads // setting.shape.heads) * parts_of(setting.shape, fmt)
     return pieces_a_row(tiles, blocks_of(topk, extra_topk), setting.slots)
 
 
@@ -142,14 +142,15 @@ def run(call: AttentionCall, *, shape: Shape | None = None) -> None:
         "WORK": work.value,
     }
     head_tiles = -(-call.num_heads // setting.shape.heads)
-    _kernel.attend[(items * head_tiles,)](
+    constants = variant(call, setting)
+    _kernel.attend[(items * head_tiles * constants["PARTS"],)](
         **common,
         **_keys_of("", call.cache, call.indices, call.topk_lengths),
         **_extra_keys(call),
         **_translation(call),
         pieces=pieces if table is None else table.items,
         head_tiles=head_tiles,
-        **variant(call, setting),
+        **constants,
         **launch_options(setting),
     )
     if split:
@@ -194,6 +195,11 @@ def format_constants(prefix: str, layout: RecordLayout) -> dict[str, int]:
     }
 
 
+def parts_of(shape: Shape, *formats: KVFormat) -> int:
+    """Programs that share the output's columns."""
+    return 1 if KVFormat.FP8_V4 in formats else 512 // shape.columns
+
+
 def variant(call: AttentionCall, setting: Setting) -> dict[str, Any]:
     """The compile-time constants of the attention kernel for a call (WORK aside)."""
     extra = call.cache if call.extra is None else call.extra.cache
@@ -205,6 +211,7 @@ def variant(call: AttentionCall, setting: Setting) -> dict[str, Any]:
         "SCALED": any(cache.format is not KVFormat.BF16 for cache in (call.cache, extra)),
         "HEADS": setting.shape.heads,
         "KEYS": setting.shape.keys,
+        "PARTS": parts_of(setting.shape, call.cache.format, extra.format),
         "CONVERT": int(_keys.PLAIN.value) if INTERPRETED else conversion(setting.arch),
         "INTERPRETED": INTERPRETED,
     }

@@ -60,9 +60,9 @@ def query_factor(nope, nope_head, rope, rope_head, heads, wanted, scale_log2, NO
 
 
 @triton.jit
-def load_query(row, head_stride, heads, wanted, power, FIRST: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """(H, WIDTH) columns FIRST and on of one row's heads times `power`; float16 where HALF, else bfloat16 (exact)."""
-    column = FIRST + spread(WIDTH)
+def load_query(row, head_stride, heads, wanted, power, first, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """(H, WIDTH) columns `first` and on of one row's heads times `power`; float16 where HALF, else bfloat16 (exact)."""
+    column = first + spread(WIDTH)
     values = _load(row + heads[:, None] * head_stride + column[None, :], wanted[:, None]) * power[:, None]
     if HALF:
         return values.to(tl.float16)

@@ -38,6 +38,7 @@ from sparsemla.kernels.triton.launch import (
     conversion,
     format_constants,
     launch_options,
+    parts_of,
 )
 from sparsemla.kernels.triton.launch import Setting as _Setting
 from sparsemla.kernels.triton.shapes import ARCHITECTURES, COMMITTED, SHARED_BYTES, Shape, shapes_of
@@ -97,6 +98,8 @@ class Variant:
             return f"{self.arch} combine {fmt.value}-{width}"
         shape = self.shape
         sizes = f"{shape.heads}x{shape.keys} {shape.warps}w r{shape.registers}"
+        if shape.columns < 512:
+            sizes += f" c{shape.columns}"
         return f"{self.arch} {fmt.value}-{width} {sizes} {'full' if self.full else 'plain'}"
 
 
@@ -169,6 +172,7 @@ def compile_variant(variant: Variant) -> Any:
             "SCALED": any(side.format is not KVFormat.BF16 for side in (layout, partner)),
             "HEADS": variant.shape.heads,
             "KEYS": variant.shape.keys,
+            "PARTS": parts_of(variant.shape, layout.format, partner.format),
             "CONVERT": conversion(arch),
         }
         if not variant.full:

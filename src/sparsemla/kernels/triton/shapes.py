@@ -51,6 +51,8 @@ class Shape:
         warps: warps of a program (wavefronts on AMD).
         registers: registers a thread may take; 0: the compiler's choice.
         per_sm: programs an SM holds at once.
+        columns: output columns of a program, 512 or 256. Of two programs that share them each computes all scores. A
+            call with an FP8_V4 cache always has 512: its rotary columns are values, too.
     """
 
     heads: int
@@ -58,6 +60,7 @@ class Shape:
     warps: int
     registers: int
     per_sm: int
+    columns: int = 512
 
     def __post_init__(self) -> None:
         for name, least in (("heads", 16), ("keys", 16), ("warps", 1)):
@@ -69,6 +72,8 @@ class Shape:
                 f"registers, per_sm: got {self.registers} and {self.per_sm}, accepted are 0 or 32 to "
                 f"{REGISTERS_PER_THREAD}, and at least 1"
             )
+        if self.columns not in (256, 512):
+            raise ValueError(f"columns: got {self.columns}, accepted are 256 and 512")
 
 
 def nearest(architecture: str) -> str:

@@ -65,27 +65,68 @@ def add_values(weight, value, output, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def packed(first, second):
+    """(1, keys) int64 of two (keys,) float32. What belongs to a key is known where its record was loaded, and is needed
+    where scores are; each number that moves there costs an exchange through shared memory with two barriers."""
+    low = first.to(tl.uint32, bitcast=True).to(tl.int64)
+    high = second.to(tl.uint32, bitcast=True).to(tl.int64)
+    return ((high << 32) | low)[None, :]
+
+
+@triton.jit
+def first_of(pair):
+    """(1, keys) the first of what was packed."""
+    return pair.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def second_of(pair):
+    """(1, keys) the second of what was packed."""
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _divisor(scale, largest):
+    """(keys,) a segment's scales, none of them less than 2**-90 of the largest of their key, so that they may divide:
+    float32 does not show the difference. NaN stays."""
+    least = tl.maximum(largest * 2.0**-90, 2.0**-126)
+    return tl.where(tl.abs(scale) < least, least, scale)
+
+
+@triton.jit
+def step_of(scale, following, largest):
+    """(keys,) what brings scores in units of one segment's scale into units of the next one's."""
+    return _divisor(scale, largest) / _divisor(following, largest)
+
+
+@triton.jit
+def last_step_of(scale, largest):
+    """(keys,) the same after the last segment: into true units."""
+    return tl.where(largest == 0.0, 0.0, _divisor(scale, largest))
+
+
+@triton.jit
 def weigh(scores, bias, top, sums, factor):
     """One tile of the online softmax.
 
     Args:
         scores: float32 in units of `factor`: logit · log2(e) = score · factor.
-        bias: (keys,) 0, or -inf for a key that does not count.
+        bias: (1, keys) 0, or -inf for a key that does not count.
         top: (heads,) largest score so far, -inf where no key was seen.
-        sums: (heads, keys) sums of weights relative to `top`, tile upon tile.
+        sums: (heads,) sums of weights relative to `top`.
         factor: (heads,), at least 0.
 
     Returns:
         weights relative to the new top (0 where masked), the new top and sums, and (heads,) what everything relative
         to the old top is multiplied with.
     """
-    scores += bias[None, :]
+    scores += bias
     new_top = tl.maximum(top, tl.max(scores, 1))
     # Where no key was seen yet top is -inf, and -inf - -inf would be NaN for good.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     keep = tl.exp2((top - base) * factor)
     weights = tl.exp2((scores - base[:, None]) * factor[:, None])
-    return weights, new_top, sums * keep[:, None] + weights, keep
+    return weights, new_top, sums * keep + tl.sum(weights, 1), keep
 
 
 @triton.jit
@@ -94,7 +135,7 @@ def refer(weights, scale, keep, reference):
 
     Args:
         weights: as `weigh` returns them.
-        scale: (keys,) float32, the largest scale of each key.
+        scale: (1, keys) float32, the largest scale of each key.
         keep: (heads,) as `weigh` returns it.
         reference: (heads,) largest weight · scale · _SCALE_LIFT so far, relative to the top.
 
@@ -103,19 +144,20 @@ def refer(weights, scale, keep, reference):
         _WEIGHT_TOP); the new reference; and (heads,) what the output relative to the old one is multiplied with.
     """
     faded = reference * keep
-    product = tl.max(weights * (scale * _SCALE_LIFT)[None, :], 1)
+    product = tl.max(weights * (scale * _SCALE_LIFT), 1)
     grown = tl.maximum(tl.maximum(faded, product), _SMALLEST)
     inverse = 1.0 / grown
-    return weights * (inverse * (_SCALE_LIFT * _WEIGHT_TOP))[:, None], grown, faded * inverse
+    fade = tl.where(grown == faded, 1.0, faded * inverse)
+    return weights * (inverse * (_SCALE_LIFT * _WEIGHT_TOP))[:, None], grown, fade
 
 
 @triton.jit
 def times(weights, scale, KIND: tl.constexpr):
-    """weights · scale (keys,), where the format has scales."""
+    """weights · scale (1, keys), where the format has scales."""
     if KIND == BF16:
         return weights
     else:
-        return weights * scale[None, :]
+        return weights * scale
 
 
 @triton.jit

@@ -57,7 +57,8 @@ def candidates(arch: str, heads: int) -> list[Shape]:
                 if room < 128 or warps * per_sm < 8:
                     continue
                 registers = 0 if room > REGISTERS_PER_THREAD else room
-                found.append(Shape(tile, keys, warps, registers, per_sm))
+                for columns in (512, 256) if tile == 64 else (512,):
+                    found.append(Shape(tile, keys, warps, registers, per_sm, columns))
     return found
 
 
