@@ -131,6 +131,18 @@ def test_groups_of_columns_of_different_size(ratio: float, runner: Runner) -> No
         assert relative_error(out[..., columns].double(), want[..., columns]) <= 2.5e-3
 
 
+@pytest.mark.parametrize(
+    "groups", [(0, 1, 0, 2**-100), (2**-100, 1, 1, 0), (1, 2**-100, 0, 1), (2**-60, 2**-30, 1, 2**40)]
+)
+@pytest.mark.parametrize("fmt", SCALED_FORMATS, ids=format_id)
+def test_scores_of_groups_far_apart(groups: tuple[float, ...], fmt: KVFormat, runner: Runner) -> None:
+    """One accumulator goes from one group's unit to the next one's: up, down, and through scales of 0, which divide."""
+    factors = torch.tensor(groups).expand(96, 4).clone()
+    factors[::3] = factors[::3].flip(1)
+    factors[5] = 0.0
+    check_scaled(scaled_call(fmt, factors), runner)
+
+
 @pytest.mark.parametrize(("fmt", "d_qk"), ALL_FORMATS, ids=format_id)
 def test_records_never_written_are_zeros(fmt: KVFormat, d_qk: int, runner: Runner) -> None:
     """A slot that is named but was never written counts, as a key of zeros (its scales are zeros too)."""

@@ -170,13 +170,24 @@ def walk(
         else:
             weights_of = weights
         fades = fade[:, None]
-        scales01 = packed(scale0, scale1)
-        out0 = add_values(times(weights_of, first_of(scales01), KIND), key0, out0 * fades, INTERPRETED)
-        out1 = add_values(times(weights_of, second_of(scales01), KIND), key1, out1 * fades, INTERPRETED)
+        if KIND == FLOAT32_SCALES:
+            scales01 = packed(scale0, scale1)
+            by0 = first_of(scales01)
+            by1 = second_of(scales01)
+        else:  # one for all segments
+            by0 = second_of(biases)
+            by1 = by0
+        out0 = add_values(times(weights_of, by0, KIND), key0, out0 * fades, INTERPRETED)
+        out1 = add_values(times(weights_of, by1, KIND), key1, out1 * fades, INTERPRETED)
         if PARTS == 1:
-            scales23 = packed(scale2, scale3)
-            out2 = add_values(times(weights_of, first_of(scales23), KIND), key2, out2 * fades, INTERPRETED)
-            out3 = add_values(times(weights_of, second_of(scales23), KIND), key3, out3 * fades, INTERPRETED)
+            by2 = by0
+            by3 = by0
+            if KIND == FLOAT32_SCALES:
+                scales23 = packed(scale2, scale3)
+                by2 = first_of(scales23)
+                by3 = second_of(scales23)
+            out2 = add_values(times(weights_of, by2, KIND), key2, out2 * fades, INTERPRETED)
+            out3 = add_values(times(weights_of, by3, KIND), key3, out3 * fades, INTERPRETED)
         if KIND == V4:
             out4 = add_values(weights, present, out4 * keep[:, None], INTERPRETED)
         if PARTS > 1:

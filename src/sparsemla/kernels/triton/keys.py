@@ -276,7 +276,7 @@ def fetch(
         scale2 = _bytes(scale_row, valid, first2 // 32, 4)
         scale3 = _bytes(scale_row, valid, first3 // 32, 4)
     if ROPE > 0:
-        if KIND == BF16:
+        if KIND == BF16 or KIND == V4:
             rotary = _bfloat16(record, valid, ROPE_AT, ROPE)
         else:  # in the arrangement of the other words: where a record lies is then worked out once
             rotary = _words(record, valid, ROPE_AT, ROPE // 2)
@@ -335,7 +335,7 @@ def operands(
 @triton.jit
 def rotary_operand(rotary, KIND: tl.constexpr, ROPE: tl.constexpr, CONVERT: tl.constexpr):
     """The rotary columns as `fetch` fetched them, (N, ROPE) bfloat16."""
-    if ROPE == 0 or KIND == BF16:
+    if ROPE == 0 or KIND == BF16 or KIND == V4:
         return rotary
     elif CONVERT == PLAIN:
         low = (rotary & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
