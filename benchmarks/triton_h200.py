@@ -51,7 +51,7 @@ TRIALS: dict[int, tuple[Shape, ...]] = {
     32: (Shape(32, 128, 16, 128, 1), Shape(16, 64, 4, 0, 2), Shape(32, 64, 8, 0, 1)),
 }
 """Tile shapes tried beside the table's, by number of heads, the likeliest first."""
-OTHER_TRIALS = (Shape(32, 128, 8, 0, 1), Shape(64, 32, 4, 0, 2, 256))
+OTHER_TRIALS = (Shape(32, 128, 8, 0, 1), Shape(32, 64, 8, 0, 1))
 """Those tried with 64 heads of the other formats."""
 
 

@@ -132,8 +132,9 @@ class Value(Records, Query):
                                 done = slot if self.wraps else granule * self.depth + slot
                                 self.signal(base, self.RAW_EMPTY, done, ptx.opaque(tid) & 31)
                                 if cutlass.const_expr(granule < 3):
-                                    next_slot = (granule + 1) * self.depth + slot
-                                    if cutlass.const_expr(self.wraps):
+                                    if cutlass.const_expr(not self.wraps):
+                                        next_slot = (granule + 1) * self.depth + slot
+                                    else:
                                         next_slot = slot + 1
                                         if next_slot == self.slots:
                                             next_slot = Int32(0)

@@ -109,7 +109,7 @@ def walk(
     if ROPE > 0:
         query4 = load_query(rope, rope_head, heads, wanted, power, 0, ROPE, False)
 
-    # On its way while a tile is computed: the records of the next tile, in registers, and the indices of the one after.
+    # Asked for when a tile is done: the records of the next tile, in registers, and where those of the one after lie.
     columns = begin + tl.arange(0, KEYS)
     record_at, scale_at, valid = locate(
         index_row, columns, columns < end, last_slot, block_size, block_magic, block_shift,
@@ -152,17 +152,6 @@ def walk(
         if ROPE > 0:
             scores += rotary_scores
 
-        # The next tile's loads are on their way during the softmax; later where products are asynchronous, as in tiles
-        # whose output is shared: each product has a fence before it, which waits for loads, too.
-        if PARTS == 1:
-            (
-                codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid
-            ) = look_ahead(
-                pool, record_at, scale_at, valid, part, index_row, start + 2 * KEYS + tl.arange(0, KEYS), end,
-                last_slot, block_size, block_magic, block_shift,
-                table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
-                POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
-            )  # fmt: skip
         weights, top, sums, keep = weigh(scores, first_of(biases), top, sums, factor)
         fade = keep
         if SCALED:
@@ -190,15 +179,14 @@ def walk(
             out3 = add_values(times(weights_of, by3, KIND), key3, out3 * fades, INTERPRETED)
         if KIND == V4:
             out4 = add_values(weights, present, out4 * keep[:, None], INTERPRETED)
-        if PARTS > 1:
-            (
-                codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid
-            ) = look_ahead(
-                pool, record_at, scale_at, valid, part, index_row, start + 2 * KEYS + tl.arange(0, KEYS), end,
-                last_slot, block_size, block_magic, block_shift,
-                table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
-                POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
-            )  # fmt: skip
+        # Only now: what is on its way takes registers, and where products are asynchronous each has a fence before it,
+        # which waits for loads, too. Other warps and programs cover for the wait.
+        codes0, codes1, codes2, codes3, rotary, raw0, raw1, raw2, raw3, bias, record_at, scale_at, valid = look_ahead(
+            pool, record_at, scale_at, valid, part, index_row, start + 2 * KEYS + tl.arange(0, KEYS), end,
+            last_slot, block_size, block_magic, block_shift,
+            table_row, table_columns, num_pages, shard_rank, shard_world, shard_interleave, page_stride,
+            POSITIONS, SHARDED, KIND, ROPE, RECORD, ROPE_AT, SCALE_AT, SCALE_BYTES, PARTS,
+        )  # fmt: skip
     return top, sums, reference, out0, out1, out2, out3, out4
 
 

@@ -195,9 +195,9 @@ def format_constants(prefix: str, layout: RecordLayout) -> dict[str, int]:
     }
 
 
-def parts_of(shape: Shape, *formats: KVFormat) -> int:
-    """Programs that share the output's columns."""
-    return 1 if KVFormat.FP8_V4 in formats else 512 // shape.columns
+def parts_of(shape: Shape, fmt: KVFormat) -> int:
+    """Programs that share the output's columns. FP8_V4, which mixes with no other format, has rotary columns in it."""
+    return 1 if fmt is KVFormat.FP8_V4 else 512 // shape.columns
 
 
 def variant(call: AttentionCall, setting: Setting) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def variant(call: AttentionCall, setting: Setting) -> dict[str, Any]:
         "SCALED": any(cache.format is not KVFormat.BF16 for cache in (call.cache, extra)),
         "HEADS": setting.shape.heads,
         "KEYS": setting.shape.keys,
-        "PARTS": parts_of(setting.shape, call.cache.format, extra.format),
+        "PARTS": parts_of(setting.shape, call.cache.format),
         "CONVERT": int(_keys.PLAIN.value) if INTERPRETED else conversion(setting.arch),
         "INTERPRETED": INTERPRETED,
     }

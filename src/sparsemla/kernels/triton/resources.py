@@ -172,7 +172,7 @@ def compile_variant(variant: Variant) -> Any:
             "SCALED": any(side.format is not KVFormat.BF16 for side in (layout, partner)),
             "HEADS": variant.shape.heads,
             "KEYS": variant.shape.keys,
-            "PARTS": parts_of(variant.shape, layout.format, partner.format),
+            "PARTS": parts_of(variant.shape, layout.format),
             "CONVERT": conversion(arch),
         }
         if not variant.full:
