@@ -237,7 +237,10 @@ class Score(Products, Query):
                             peak.append(m)
                         if (m1 & 31) < 4:
                             ptx.sts_v2f32(reduce_here + ((m1 >> 5) * heads + 8 * j) * 4, peak[0], peak[1])
-                    arch.barrier(barrier_id=1 + me, number_of_threads=128)
+                    # Whether the block has a key: its records say so, not a head's maximum, where a NaN does not show.
+                    some = ptx.barrier_or(1 + me, 128, Int32(ptx.fmax(bias[0], bias[1]) > NEG_INF))
+                    if (m1 == 0) & (some != 0):
+                        ptx.sts_i32(base + self.off_flag + 12, Int32(1))
                     for j in cutlass.range_constexpr(tiles_n):
                         old = ptx.lds_v2f32(maxima_here + 8 * j * 4)
                         # How far each maximum moves: at least 0, except from the nothing before the first key.
@@ -250,11 +253,8 @@ class Score(Products, Query):
                                 move[c] = ptx.fmax(move[c], got[c])
                         decay = []
                         for c in cutlass.range_constexpr(2):
-                            if move[c] == NEG_INF:  # still no key: the maxima stay 0
+                            if move[c] == NEG_INF:  # still no key, or nothing but NaN: the maximum stays 0
                                 move[c] = Float32(0.0)
-                            elif cutlass.const_expr(j == 0 and c == 0):
-                                if m1 == 0:
-                                    ptx.sts_i32(base + self.off_flag + 12, Int32(1))
                             shrink = ptx.exp2(-move[c])
                             if keyless != 0:
                                 shrink = Float32(0.0)
