@@ -32,6 +32,7 @@ def in_python(method: Any, module: ModuleType) -> Callable[..., Any]:
 
 LOAD_QUERY = in_python(SparseKernel.load_query, query)
 STORE_QUERY = in_python(SparseKernel.store_query, query)
+STORE_COLUMNS = in_python(SparseKernel.store_columns, query)
 COPY = in_python(SparseKernel.copy, gather)
 BRING = in_python(SparseKernel.bring, gather)
 ADDRESS_OF = in_python(SparseKernel.address_of, gather)
@@ -229,6 +230,7 @@ def store_row(
         monkeypatch.setattr(ptx, name, fake)
     monkeypatch.setattr(ptx, "Uint32", int)
     monkeypatch.setattr(kernel, "store_query", functools.partial(STORE_QUERY, kernel))
+    monkeypatch.setattr(kernel, "store_columns", functools.partial(STORE_COLUMNS, kernel))
     # Rows of one token, of which only `row` is in memory.
     strides = {"q_nope_token": 0, "q_nope_head": 2048, "q_rope_token": 0, "q_rope_head": 256}
     starts = {"q_nope": 2**20 - 2048 * row, "q_rope": 2**21 - 256 * row}

@@ -8,7 +8,6 @@ addresses; what it must agree with is the order of operands in registers that th
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -41,6 +40,8 @@ from sparsemla.kernels.hopper.layout import SHARED_LIMIT
 
 PLAIN_RECORDS = ["sparse-rope", "sparse-no rope", "wide-rope", "wide-no rope"]
 RECORDS = [*PLAIN_RECORDS, "v4-rope", "v41-no rope"]
+TILES = [(name, heads) for name in RECORDS for heads in (8, 16, 32, 64) if heads < 64 or not name.startswith("wide")]
+"""64 heads over bf16 records: test_hopper_upright.py."""
 
 
 def kernel_of(name: str, heads: int = 16, cluster: int = 1) -> SparseKernel:
@@ -173,7 +174,7 @@ def test_queries_are_scaled_by_a_power_of_two(kernel: SparseKernel, monkeypatch:
         assert factor == min(f32(exponent << 23) / 128, 1e28)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 32])
 @pytest.mark.parametrize("rope", [True, False])
 def test_products_of_wide_records_overwrite_no_fragment_in_flight(
     heads: int, rope: bool, monkeypatch: pytest.MonkeyPatch
@@ -397,9 +398,8 @@ def test_two_bf16_hold_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(f32(word & 0xFFFF0000) for word in words) == pytest.approx(high, rel=2**-16)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_slot_of_the_ring_is_filled_once_a_lap(heads: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "heads"), TILES)
+def test_a_slot_of_the_ring_is_filled_once_a_lap(name: str, heads: int) -> None:
     """Granules on their way or in use are the last `slots` at most; a slot's fillings alternate in parity."""
     kernel = kernel_of(name, heads)
     filled: dict[int, list[int]] = {}
@@ -411,21 +411,8 @@ def test_a_slot_of_the_ring_is_filled_once_a_lap(heads: int, name: str) -> None:
             filled[slot].append(4 * count + granule)
             order.append(slot)
     assert len(filled) == kernel.slots
-    if kernel.wraps:  # the value side steps from a granule's slot to the next one's
-        assert all(after == (slot + 1) % kernel.slots for slot, after in itertools.pairwise(order))
-    else:  # it counts on the distance of a block's granules
-        assert all(order[4 * c + g] - order[4 * c] == g * kernel.depth for c in range(40) for g in range(4))
-
-
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", RECORDS)
-def test_blocks_take_turns_with_the_buffers_of_p(heads: int, name: str) -> None:
-    kernel = kernel_of(name, heads)
-    used = [0] * kernel.p_buffers
-    for count in range(12):
-        buffer = kernel.buffer_of(count)
-        assert buffer == count % kernel.p_buffers and kernel.use_of(count) == used[buffer]
-        used[buffer] += 1
+    # The value side counts on the distance of a block's granules.
+    assert all(order[4 * c + g] - order[4 * c] == g * kernel.depth for c in range(40) for g in range(4))
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 2047, 2048])
@@ -433,15 +420,14 @@ def test_blocks_of_a_length(length: int) -> None:
     assert kernel_of(RECORDS[0], 8).blocks_of(length) == -(-length // 64)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", RECORDS)
-def test_rooms_of_shared_memory_do_not_overlap(heads: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "heads"), TILES)
+def test_rooms_of_shared_memory_do_not_overlap(name: str, heads: int) -> None:
     kernel = kernel_of(name, heads, cluster=16)
     wide, rope = kernel.wide, kernel.rope
     starts = sorted(value for name, value in vars(kernel).items() if name.startswith("off_") and name != "off_partial")
     assert starts[0] == 0 and kernel.off_ring == starts[-1]
     # Granules in flight: two blocks at least, or as many as fit.
-    assert kernel.slots >= (7 if heads == 64 else 8) if wide else kernel.slots >= 12
+    assert kernel.slots >= (8 if wide else 12)
     assert kernel.off_ring + kernel.slots * kernel.granule_bytes <= kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.granule_bytes == 16 * kernel.record_stride and kernel.record_bytes % 16 == 0
     assert kernel.record_bytes + kernel.scale_bytes <= kernel.record_stride
@@ -449,7 +435,7 @@ def test_rooms_of_shared_memory_do_not_overlap(heads: int, name: str) -> None:
     assert kernel.off_barriers + (2 * kernel.slots + 8) * 8 <= kernel.off_mask
     assert kernel.off_mask + kernel.slots * 4 <= kernel.off_q
     assert kernel.off_q + heads * 512 * 2 <= kernel.off_q_rope <= kernel.off_ring - (heads * 128 if rope else 0)
-    weights = kernel.p_buffers * kernel.copies * heads * 128
+    weights = 2 * kernel.copies * heads * 128
     assert kernel.off_p + weights <= min(start for start in starts if start > kernel.off_p)
     assert kernel.off_ml + heads * 8 <= kernel.off_reduce
     assert kernel.off_ratio + (2 * kernel.scale_rows * 64 * 2 if kernel.scaled_values else 0) <= kernel.off_decay

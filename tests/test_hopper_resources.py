@@ -42,6 +42,7 @@ SERVED = [
 """Formats, columns of the query, and kind."""
 
 
+@pytest.mark.timeout(900)  # three minutes on two idle cores
 def test_every_variant_stays_within_the_committed_table() -> None:
     if resources.tool("cuobjdump") is None or resources.tool("nvdisasm") is None:
         pytest.skip("cuobjdump and nvdisasm are not installed")
@@ -50,7 +51,8 @@ def test_every_variant_stays_within_the_committed_table() -> None:
     for name, facts in found.items():
         known = KNOWN[name]
         assert facts["shared"] == known["shared"] <= SHARED_LIMIT, name
-        assert facts["registers"] <= (96 if "h64" not in name else 128), name  # 640 or 512 threads share 65,536
+        threads = 384 if name.startswith("wide_h64") else 512 if "h64" in name else 640
+        assert facts["registers"] <= 65536 // threads // 8 * 8, name
         assert facts["stack"] <= known["stack"], name
         assert facts["spills"] <= known["spills"], name
         assert facts["matrix"] == known["matrix"], name

@@ -22,7 +22,10 @@ from typing import Any
 
 from sparsemla.formats import KVFormat
 
-SOURCES = ("gather", "kernel", "layout", "params", "products", "ptx", "query", "records", "score", "value")
+SOURCES = (
+    *("gather", "kernel", "layout", "params", "products", "ptx", "query", "records", "score", "value"),
+    *("upright", "upright_gather", "upright_layout", "upright_math"),
+)
 """Modules whose text decides the machine code."""
 KINDS = {
     KVFormat.FP8_DS_MLA: "sparse",
@@ -108,6 +111,10 @@ def make_kernel(variant: Variant) -> Any:
     if variant.kind not in KINDS.values():
         accepted = ", ".join(dict.fromkeys(KINDS.values()))
         raise ValueError(f"variant.kind: got {variant.kind!r}, accepted are {accepted}")
+    if variant.kind == "wide" and variant.heads == 64:
+        from sparsemla.kernels.hopper.upright import UprightKernel
+
+        return UprightKernel(rope=variant.rope, cluster=variant.cluster, trace=variant.trace, checked=variant.checked)
     from sparsemla.kernels.hopper.kernel import SparseKernel
 
     return SparseKernel(

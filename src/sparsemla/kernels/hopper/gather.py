@@ -81,6 +81,12 @@ class Gather(Records, Query):
         return address, scales
 
     @cute.jit
+    def deliver(self, base: Int32, slot: Int32, before: Int32, mine: Int64, scales: Int64, lane: Int32, cache: Int64):
+        """`bring`, once the granule's place is free."""
+        arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (before + 1) & 1)
+        self.bring(base, slot, mine, scales, lane, cache)
+
+    @cute.jit
     def bring(self, base: Int32, slot: Int32, mine: Int64, scales: Int64, lane: Int32, cache: Int64):
         """Starts the copies of 16 records into granule `slot` of the ring. `mine` is the address of record lane % 16,
         0 for none, `scales` that of its scales where they lie elsewhere.
@@ -151,7 +157,7 @@ class Gather(Records, Query):
         while tile < p.tiles:
             token = tile // p.head_tiles
             length, extra, request = self.lengths(p, token)
-            blocks = self.my_blocks(length, extra, rank)
+            blocks = self.blocks_to_bring(self.my_blocks(length, extra, rank))
             block = rank
             raw0 = self.load_index(p, token, length, extra, block, mine)
             raw = self.load_index(p, token, length, extra, block + self.cluster, mine)
@@ -166,8 +172,7 @@ class Gather(Records, Query):
                 # comes round.
                 page, offset = self.find_page(p, request, length, block + self.cluster, raw)
                 raw = self.load_index(p, token, length, extra, block + 2 * self.cluster, mine)
-                arch.mbarrier_wait(self._barrier(base, self.RAW_EMPTY, slot), (before + 1) & 1)
-                self.bring(base, slot, address, scales, lane, p.cache)
+                self.deliver(base, slot, before, address, scales, lane, p.cache)
                 count = count + 1
                 block = block + self.cluster
                 n = n + 1

@@ -43,7 +43,7 @@ class Layout:
     """Configuration and code of one variant.
 
     Args:
-        heads: rows of the query tile: 8, 16, 32 or 64.
+        heads: rows of the query tile: 8, 16, 32 or 64 (over bf16 records that is `UprightLayout`).
         rope: whether records carry 64 bf16 rotary columns.
         kind: what records are: "sparse": e4m3 with four float32 scales (FP8_DS_MLA, FP8_NOPE); "wide": bf16 throughout
             (BF16); "v4" and "v41": e4m3 with e8m0 scales behind the page's data (FP8_V4, whose rotary columns are
@@ -92,7 +92,7 @@ class Layout:
             64: (176, 128, 32) if fine else (176, 136, 24),
         }[heads]
         # Sets of fragments of K, 64 columns each: one is filled while others are multiplied.
-        self.sets = {"sparse": {8: 4, 16: 4, 32: 3, 64: 3}, "wide": {8: 4, 16: 4, 32: 2, 64: 3}}.get(
+        self.sets = {"sparse": {8: 4, 16: 4, 32: 3, 64: 3}, "wide": {8: 4, 16: 4, 32: 2}}.get(
             kind, {8: 3, 16: 3, 32: 2, 64: 2}
         )[heads]
         # Products of 16 columns started together. The warp stands still while products queue, so where they take long
@@ -118,10 +118,8 @@ class Layout:
             offset = start + size
             return start
 
-        # Two buffers of P, so that scores run a block ahead of the output. Over bf16 records 64 heads have room for
-        # one: it is free again before the next scores are there.
-        self.p_buffers = 1 if wide and heads == 64 else 2
-        self.off_p = take(self.p_buffers * self.copies * heads * BLOCK * 2, 1024)
+        # Two buffers of P, so that scores run a block ahead of the output.
+        self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
         self.off_ratio = take(2 * self.scale_rows * BLOCK * 2 if self.scaled_values else 0)
         self.off_decay = take(2 * heads * 4)
         self.off_max = take(heads * 4)
@@ -136,11 +134,9 @@ class Layout:
         self.off_mask = take(4 * MAX_DEPTH * 4)
         self.off_q = take(heads * LATENT * 2, 1024)
         self.off_q_rope = take(heads * ROPE * 2 if rope else 0, 1024)
-        # Granules in the ring, the same number for each warp; or, where that would be a single one, as many as fit.
-        fitting = (SHARED_LIMIT - offset) // self.granule_bytes
-        self.depth = min(MAX_DEPTH, fitting // 4)
-        self.slots = 4 * self.depth if self.depth > 1 else fitting
-        self.wraps = self.slots != 4 * self.depth  # blocks do not begin at the same slot of each lap
+        # Granules in the ring, the same number for each warp.
+        self.depth = min(MAX_DEPTH, (SHARED_LIMIT - offset) // (4 * self.granule_bytes))
+        self.slots = 4 * self.depth
         self.off_ring = take(self.slots * self.granule_bytes)
         # Partial outputs of a token that is cut lie over query and ring, when all are done with them.
         self.off_partial = self.off_q
@@ -156,20 +152,20 @@ class Layout:
             Int64, base + self.off_barriers + (kind + index) * 8, cute.AddressSpace.smem, assumed_align=8
         )
 
-    def buffer_of(self, count: Any) -> Any:
-        """Buffer of P of block `count`."""
-        return count & (self.p_buffers - 1)
-
-    def use_of(self, count: Any) -> Any:
-        """How often it was used before."""
-        return count >> (self.p_buffers - 1)
-
     def place_in_ring(self, count: Any, granule: Any) -> tuple[Any, Any]:
         """Slot of a granule of block `count` in the ring, and how often (modulo 2) it was filled before."""
-        if not self.wraps:  # a warp's granules lie together
-            return granule * self.depth + count % self.depth, (count // self.depth) & 1
-        sequence = count * 4 + granule
-        return sequence % self.slots, (sequence // self.slots) & 1
+        return granule * self.depth + count % self.depth, (count // self.depth) & 1  # a warp's granules lie together
+
+    def blocks_to_bring(self, blocks: Any) -> Any:
+        """How many blocks the gather warpgroup brings of a tile with so many."""
+        return blocks
+
+    def term(self, number: int, low: Any, high: Any) -> Any:
+        """Term 0 or 1 of two values of P as a sum of two bf16 each."""
+        first = ptx.pack_bf16x2(low, high)
+        if number == 0:
+            return first
+        return ptx.pack_bf16x2(low - ptx.bf16_to_f32(first, 0), high - ptx.bf16_to_f32(first, 1))
 
     def _smem(self, address: Any, dtype: Any, kind: Any, shape: tuple[int, int], order: tuple[int, int]) -> Any:
         layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)

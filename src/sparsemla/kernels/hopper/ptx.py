@@ -156,6 +156,14 @@ def fmin(a: Any, b: Any) -> Any:
     return arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def stmatrix_x4(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix i // 8."""
+    arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
 def stmatrix_x4_trans(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Four transposed 8x8 matrices of 16-bit values to shared memory; lane i gives the address of row i % 8 of matrix
     i // 8."""
@@ -185,6 +193,13 @@ def cp_async16(target: Any, address: Any, predicate: Any) -> None:
     """Starts a copy of 16 bytes from global to shared memory; zeros arrive where the predicate is false (nothing is
     read then)."""
     _cp_async("cg.shared.global.L2::128B", target, address, predicate, 16)
+
+
+def cp_async16_some(target: Any, address: Any, size: Any) -> None:
+    """Starts a copy of `size` bytes (0 to 16), zeros behind them, from global to 16 bytes of shared memory."""
+    arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, address, size]
+    )
 
 
 def cp_async(target: Any, address: Any, predicate: Any, size: int) -> None:
@@ -222,6 +237,11 @@ def lds128(address: Any) -> tuple[Any, Any, Any, Any]:
 def max_u16x2(a: Any, b: Any) -> Any:
     """The larger of each of two unsigned 16-bit halves."""
     return arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def sts128(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Four words to shared memory."""
+    arch.inline_ptx("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d])
 
 
 def lds_u32(address: Any) -> Any:

@@ -79,34 +79,48 @@ class Query(Layout):
         undo = ptx.bits_to_f32((exponent - 7) * 8388608)
         if row < self.heads:
             for i in cutlass.range_constexpr(5):
-                # Columns 8 chunk ... of a block of 64, as four pairs. Of e4m3 lane q of a fragment holds columns 16 q
-                # ... 16 q + 15 of the block, four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies
-                # at columns 8 u + 2 q of it. Of bf16 it holds 8 q ... of each half of 32: the pair belongs to product
-                # 2 (chunk // 4) + h and lies at columns 8 u + 2 q.
-                block = 2 * i + (chunk >> 3)
-                narrow_product, narrow_quad = chunk & 1, (chunk >> 1) & 3
-                wide_product, wide_quad = (chunk >> 2) & 1, chunk & 3
-                for h in cutlass.range_constexpr(2):
-                    for u in cutlass.range_constexpr(2):
-                        word = words[t, i, 2 * h + u]
-                        first = ptx.bf16_to_f32(word, 0) * shrink
-                        second = ptx.bf16_to_f32(word, 1) * shrink
-                        narrow = (2 * (2 * narrow_product + h) + u) ^ (row & 7)
-                        wide = (2 * (2 * wide_product + h) + u) ^ (row & 7)
-                        target = base + self.off_q + block * (self.heads * 128) + row * 128
-                        if cutlass.const_expr(i < 4 and self.wide):
-                            ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
-                        elif cutlass.const_expr(i < 4):
-                            ptx.sts_i32(target + narrow * 16 + narrow_quad * 4, ptx.pack_f16x2(first, second))
-                        elif cutlass.const_expr(self.rope):
-                            if chunk < 8:
-                                target = base + self.off_q_rope + row * 128
-                                ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
+                self.store_columns(base, row, chunk, shrink, words, t, i)
             if chunk == 0:
                 # Beyond 1e28 a score could pass float32's range; the softmax of such scores has one winner with this
                 # factor too.
                 factor = ptx.fmax(ptx.fmin(undo * p.scale_log2, Float32(1e28)), Float32(-1e28))
                 ptx.sts_f32(base + self.off_q_factor + row * 4, factor)
+
+    @cute.jit
+    def store_columns(
+        self,
+        base: Int32,
+        row: Int32,
+        chunk: Int32,
+        shrink: Float32,
+        words: cute.Tensor,
+        t: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+    ):
+        """Eight of the columns 128 i to 128 i + 127 of a row, times `shrink`, in the order of the fragments of K."""
+        # Columns 8 chunk ... of a block of 64, as four pairs. Of e4m3 lane q of a fragment holds columns 16 q
+        # ... 16 q + 15 of the block, four a product: pair (h, u) belongs to product 2 (chunk % 2) + h and lies
+        # at columns 8 u + 2 q of it. Of bf16 it holds 8 q ... of each half of 32: the pair belongs to product
+        # 2 (chunk // 4) + h and lies at columns 8 u + 2 q.
+        block = 2 * i + (chunk >> 3)
+        narrow_product, narrow_quad = chunk & 1, (chunk >> 1) & 3
+        wide_product, wide_quad = (chunk >> 2) & 1, chunk & 3
+        for h in cutlass.range_constexpr(2):
+            for u in cutlass.range_constexpr(2):
+                word = words[t, i, 2 * h + u]
+                first = ptx.bf16_to_f32(word, 0) * shrink
+                second = ptx.bf16_to_f32(word, 1) * shrink
+                narrow = (2 * (2 * narrow_product + h) + u) ^ (row & 7)
+                wide = (2 * (2 * wide_product + h) + u) ^ (row & 7)
+                target = base + self.off_q + block * (self.heads * 128) + row * 128
+                if cutlass.const_expr(i < 4 and self.wide):
+                    ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
+                elif cutlass.const_expr(i < 4):
+                    ptx.sts_i32(target + narrow * 16 + narrow_quad * 4, ptx.pack_f16x2(first, second))
+                elif cutlass.const_expr(self.rope):
+                    if chunk < 8:
+                        target = base + self.off_q_rope + row * 128
+                        ptx.sts_i32(target + wide * 16 + wide_quad * 4, ptx.pack_bf16x2(first, second))
 
     @cute.jit
     def prefetch_query(self, p: Params, tile: Int32, tid: Int32):

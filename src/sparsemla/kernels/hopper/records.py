@@ -67,13 +67,8 @@ class Records(Layout):
             granule: granule of the block.
             part: group of 128 columns.
         """
-        at = self.granule_offset(granule) + part * (256 if self.wide else 128)
+        at = granule * self.depth * self.granule_bytes + part * (256 if self.wide else 128)
         return [(ptx.lds_v2u32 if self.wide else ptx.lds_u32)(p + at) for p in self.record_places(places)]
-
-    def granule_offset(self, granule: int) -> int:
-        """How far a granule lies behind the block's first, where that is the same for all blocks; else places are of
-        the granule itself."""
-        return 0 if self.wraps else granule * self.depth * self.granule_bytes
 
     def record_places(self, places: list[Any]) -> list[Any]:
         """Of a thread's four records: two places are given where their distance is not the same for all threads, and
@@ -90,7 +85,7 @@ class Records(Layout):
             places: see `record_places`.
             granule: granule of the block.
         """
-        at = self.granule_offset(granule)
+        at = granule * self.depth * self.granule_bytes
         return [[ptx.lds_u32(p + at), ptx.lds_u32(p + (at + 4))] for p in self.record_places(places)]
 
     def transpose(self, words: list[Any], ratio: list[Any], pair: int, filled: Any) -> None:

@@ -225,9 +225,7 @@ class Score(Products, Query):
                     reduce_here = base + self.off_reduce + 8 * (m1 & 3)
                     maxima_here = base + self.off_max + 8 * (m1 & 3)
                     # Rare: move the maxima. The room for this block's factors must be free first.
-                    arch.mbarrier_wait(
-                        self._barrier(base, self.P_EMPTY, self.buffer_of(count)), (self.use_of(count) + 1) & 1
-                    )
+                    arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, (count & 1)), ((count >> 1) + 1) & 1)
                     for j in cutlass.range_constexpr(tiles_n):
                         peak = []
                         for c in cutlass.range_constexpr(2):
@@ -268,13 +266,13 @@ class Score(Products, Query):
                             new = [old[c] + move[c] for c in range(2)]
                             ptx.sts_v2f32(maxima_here + (self.off_new_max - self.off_max + 32 * j), *new)
                             place = self.off_decay - self.off_max + 32 * j
-                            ptx.sts_v2f32(maxima_here + (place + self.buffer_of(count) * (heads * 4)), *decay)
+                            ptx.sts_v2f32(maxima_here + (place + (count & 1) * (heads * 4)), *decay)
                     # All have read the old maxima before the new ones replace them, and see them after.
                     arch.barrier(barrier_id=1 + me, number_of_threads=128)
                     if m1 < heads:
                         ptx.sts_f32(base + self.off_max + m1 * 4, ptx.lds_f32(base + self.off_new_max + m1 * 4))
                     if m1 == 0:  # the value warpgroups find their block's number there
-                        ptx.sts_i32(base + self.off_flag + self.buffer_of(count) * 4, count)
+                        ptx.sts_i32(base + self.off_flag + (count & 1) * 4, count)
                     if cutlass.const_expr(self.scorers > 1):
                         seen = count
                         if m1 == 0:
@@ -300,8 +298,8 @@ class Score(Products, Query):
                                 else:
                                     by = Float32(1.0) if self.copies == 1 else ratio[i][g]
                                     packed.append(ptx.pack_f16x2(x[e] * by, x[e + 1] * by))
-                buffer = self.buffer_of(count)
-                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), (self.use_of(count) + 1) & 1)
+                buffer = count & 1
+                arch.mbarrier_wait(self._barrier(base, self.P_EMPTY, buffer), ((count >> 1) + 1) & 1)
                 self.mark(times, 4)
                 # P, transposed: row = head, 64 records contiguous.
                 m2 = ptx.opaque(tid)
@@ -390,10 +388,3 @@ class Score(Products, Query):
         places = [8 * j * 4 for j in range(self.heads // 8)]
         factors = [ptx.lds_v2f32(base + self.off_q_factor + column0 * 4 + place) for place in places]
         return factors, [ptx.lds_v2f32(maxima + place) for place in places]
-
-    def term(self, number: int, low: Any, high: Any) -> Any:
-        """Term 0 or 1 of two values of P as a sum of two bf16 each."""
-        first = ptx.pack_bf16x2(low, high)
-        if number == 0:
-            return first
-        return ptx.pack_bf16x2(low - ptx.bf16_to_f32(first, 0), high - ptx.bf16_to_f32(first, 1))

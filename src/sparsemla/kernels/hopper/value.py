@@ -78,7 +78,7 @@ class Value(Records, Query):
             self.mark(times, 0)
             while left > 0:
                 slot, around = self.place_in_ring(count, 0)
-                buffer = self.buffer_of(count)
+                buffer = count & 1
                 places = [place + slot * self.granule_bytes for place in mine]
                 table = ratios + buffer * (self.scale_rows * BLOCK * 2)
                 tables = [table + part * (self.scale_rows_a_group * BLOCK * 2) for part in range(self.parts)]
@@ -101,7 +101,7 @@ class Value(Records, Query):
                     p_operands.append(thread.make_fragment_B(thread.partition_B(s_p)))
                 arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, slot), around)
                 ahead = self.unit_columns(places, tails, 0)
-                arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), self.use_of(count) & 1)
+                arch.mbarrier_wait(self._barrier(base, self.P_FULL, buffer), (count >> 1) & 1)
                 self.mark(times, 1)
                 if ptx.lds_i32(base + self.off_flag + buffer * 4) == count:  # this block has moved the maxima
                     m4 = ptx.opaque(tid) & 31
@@ -129,18 +129,9 @@ class Value(Records, Query):
                             self.transpose(ahead[f // 2], scale[f // 2 :], f % 2, words[number % kept])
                         if cutlass.const_expr(f + 1 == 2 * self.unit):
                             if cutlass.const_expr((u + 1) % per_granule == 0):  # all of the granule is in registers
-                                done = slot if self.wraps else granule * self.depth + slot
-                                self.signal(base, self.RAW_EMPTY, done, ptx.opaque(tid) & 31)
+                                self.signal(base, self.RAW_EMPTY, granule * self.depth + slot, ptx.opaque(tid) & 31)
                                 if cutlass.const_expr(granule < 3):
-                                    if cutlass.const_expr(not self.wraps):
-                                        next_slot = (granule + 1) * self.depth + slot
-                                    else:
-                                        next_slot = slot + 1
-                                        if next_slot == self.slots:
-                                            next_slot = Int32(0)
-                                            around = around ^ 1
-                                        slot = next_slot
-                                        places[:] = [place + slot * self.granule_bytes for place in mine]
+                                    next_slot = (granule + 1) * self.depth + slot
                                     arch.mbarrier_wait(self._barrier(base, self.RAW_FULL, next_slot), around)
                             if cutlass.const_expr(u + 1 < 4 * per_granule):
                                 ahead = self.unit_columns(places, tails, u + 1)
