@@ -23,7 +23,7 @@ from sparsemla.bench.timing import Timing
 from sparsemla.formats import KVFormat
 
 OURS = "sparsemla"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class Entry:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are not left at their default."""
+        """The fields that are not left at their default; of the timing its five numbers, in the order of `Timing`."""
         left = {f.name: f.default for f in dataclasses.fields(self)}
-        return {name: value for name, value in dataclasses.asdict(self).items() if value != left[name]}
+        timing = None if self.timing is None else list(dataclasses.astuple(self.timing))
+        fields = {**dataclasses.asdict(self), "timing": timing}
+        return {name: value for name, value in fields.items() if value != left[name]}
 
     @property
     def us(self) -> float | None:
@@ -151,7 +153,7 @@ def _over(other: float | None, ours: float | None) -> float | None:
 
 def _entry(data: dict[str, Any]) -> Entry:
     timing = data.get("timing")
-    return Entry(**{**data, "timing": None if timing is None else Timing(**timing)})
+    return Entry(**{**data, "timing": None if timing is None else Timing(*timing)})
 
 
 @dataclass(frozen=True)
