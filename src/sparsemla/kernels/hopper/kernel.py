@@ -18,7 +18,8 @@ The running maximum of the softmax moves only where a block exceeds it by more t
 rescaled. Everywhere else a block needs no reduction over records at all, only a vote.
 
 V4 and V4.1: scales are powers of two, which K takes up in f16 exactly, so S needs no multiplication between groups;
-V is scaled at every head count. BF16: both products are bf16 and nothing is scaled; P is a sum of two bf16.
+V is scaled at every head count. BF16: both products are bf16 and nothing is scaled; P is a sum of two bf16 (64 heads:
+`upright.py`).
 
 A token can be cut over the CTAs of a cluster. They leave their partial outputs in their own shared memory and every
 CTA combines a slice of the output from all of them through distributed shared memory: nothing is written to global
@@ -41,17 +42,6 @@ from sparsemla.kernels.hopper.value import Value
 
 class SparseKernel(Gather, Score, Value):
     """The kernel of one variant: see `Layout` for its arguments."""
-
-    @cute.jit
-    def __call__(self, p: Params, grid: Int32) -> None:
-        """Host entry used only to compile: the launch itself goes through the driver (see `launch.py`)."""
-        self.kernel(p).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            smem=self.shared_bytes,
-            min_blocks_per_mp=1,
-        )
 
     @cute.kernel
     def kernel(self, p: Params) -> None:

@@ -39,6 +39,19 @@ LOWEST = -3.0e38
 """Running maximum before the first key: finite, so that no difference of two maxima is a NaN."""
 
 
+class Rooms:
+    """Deals out shared memory from its start on. `end`: the bytes dealt out so far."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, size: int, align: int = 16) -> int:
+        """Offset of `size` more bytes."""
+        start = (self.end + align - 1) // align * align
+        self.end = start + size
+        return start
+
+
 class Layout:
     """Configuration and code of one variant.
 
@@ -110,14 +123,8 @@ class Layout:
         self.granule_bytes = GRANULE * self.record_stride
         # Records of a granule that the bulk copy engine brings.
         self.bulk = 8
-        offset = 0
-
-        def take(size: int, align: int = 16) -> int:
-            nonlocal offset
-            start = (offset + align - 1) // align * align
-            offset = start + size
-            return start
-
+        rooms = Rooms()
+        take = rooms.take
         # Two buffers of P, so that scores run a block ahead of the output.
         self.off_p = take(2 * self.copies * heads * BLOCK * 2, 1024)
         self.off_ratio = take(2 * self.scale_rows * BLOCK * 2 if self.scaled_values else 0)
@@ -135,16 +142,27 @@ class Layout:
         self.off_q = take(heads * LATENT * 2, 1024)
         self.off_q_rope = take(heads * ROPE * 2 if rope else 0, 1024)
         # Granules in the ring, the same number for each warp.
-        self.depth = min(MAX_DEPTH, (SHARED_LIMIT - offset) // (4 * self.granule_bytes))
+        self.depth = min(MAX_DEPTH, (SHARED_LIMIT - rooms.end) // (4 * self.granule_bytes))
         self.slots = 4 * self.depth
         self.off_ring = take(self.slots * self.granule_bytes)
         # Partial outputs of a token that is cut lie over query and ring, when all are done with them.
         self.off_partial = self.off_q
-        self.shared_bytes = max(offset, self.off_partial + heads * O_STRIDE * 4)
+        self.shared_bytes = max(rooms.end, self.off_partial + heads * O_STRIDE * 4)
         # mbarriers: two for every granule of the ring, two for every buffer of P, then one each.
         self.RAW_FULL, self.RAW_EMPTY = 0, self.slots
         self.P_FULL, self.P_EMPTY, self.Q_FULL, self.ML_FULL, self.ML_EMPTY, self.TURN = (
             2 * self.slots + i for i in (0, 2, 4, 5, 6, 7)
+        )
+
+    @cute.jit
+    def __call__(self, p: Params, grid: Int32) -> None:
+        """Host entry used only to compile: the launch itself goes through the driver (see `launch.py`)."""
+        self.kernel(p).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            smem=self.shared_bytes,
+            min_blocks_per_mp=1,
         )
 
     def _barrier(self, base: Any, kind: int, index: Any = 0) -> Any:

@@ -31,17 +31,6 @@ from sparsemla.kernels.hopper.upright_math import UprightMath
 class UprightKernel(UprightGather, UprightMath):
     """The kernel of one variant: see `UprightLayout` for its arguments."""
 
-    @cute.jit
-    def __call__(self, p: Params, grid: Int32) -> None:
-        """Host entry used only to compile: the launch itself goes through the driver (see `launch.py`)."""
-        self.kernel(p).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            smem=self.shared_bytes,
-            min_blocks_per_mp=1,
-        )
-
     @cute.kernel
     def kernel(self, p: Params) -> None:
         tid = arch.thread_idx()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsemla.kernels.hopper.layout import BLOCK, LATENT, O_STRIDE, ROPE, SHARED_LIMIT, Layout
+from sparsemla.kernels.hopper.layout import BLOCK, LATENT, O_STRIDE, ROPE, Layout, Rooms
 
 TILE = BLOCK * 128
 """Bytes of 64 rows (heads or records) of 64 bf16 columns: one tile of the matrix units' 128-byte swizzle."""
@@ -38,14 +38,8 @@ class UprightLayout(Layout):
         self.column_tiles = (LATENT + (ROPE if rope else 0)) // 64
         self.record_bytes = self.column_tiles * 128
         self.scale_bytes = 0
-        offset = 0
-
-        def take(size: int, align: int = 16) -> int:
-            nonlocal offset
-            start = (offset + align - 1) // align * align
-            offset = start + size
-            return start
-
+        rooms = Rooms()
+        take = rooms.take
         heads = self.heads
         self.off_barriers = take((4 + 4 + 2 + 4) * 8)
         self.off_mask = take(2 * 4 * 4)
@@ -62,8 +56,7 @@ class UprightLayout(Layout):
         self.off_ring = take(2 * self.column_tiles * TILE, 1024)
         self.off_main = 0 if rope else take(2 * TILE, 1024)
         self.off_partial = self.off_q
-        self.shared_bytes = max(offset, self.off_partial + heads * O_STRIDE * 4)
-        assert self.shared_bytes <= SHARED_LIMIT
+        self.shared_bytes = max(rooms.end, self.off_partial + heads * O_STRIDE * 4)
         # mbarriers: a buffer's two halves each; a buffer each; one for each quarter of the heads.
         self.K_FULL, self.K_EMPTY, self.P_FULL, self.TURN = 0, 4, 8, 10
 
